@@ -1,0 +1,1 @@
+"""Attention over the paged cache: one protocol, one implementation per device."""

@@ -1,0 +1,31 @@
+"""What the user asked; never changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagestream.engine.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error to be injected into one request's own computation, for tests; see `--enable-fault-injection`."""
+
+    kind: str  # raise | nan | hang | slow | oom
+    stage: str = "forward"  # forward | sample | judge
+    at_token: int = 0  # when so many tokens have been generated
+    seconds: float = 30.0  # of hang and slow
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str  # unique inside the engine
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    arrival_time_s: float  # of the monotonic clock
+    max_tokens: int  # sampling_params.max_tokens, or what the context leaves
+    seed: int  # sampling_params.seed, or one drawn at arrival
+    prompt: str | None = None  # as text, where it came as text
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""  # only requests with the same salt share cached blocks
+    fault: Fault | None = None

@@ -1,0 +1,135 @@
+"""How to choose the next token and when to stop: one request's wishes, validated where they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream.engine.core.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+MAX_NUM_SEQUENCES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the caller asks of the sampler.
+
+    Raises InvalidRequest naming the field.  Lists, sets and dicts are taken where a tuple is stored.
+    Sources: OpenAI's completions reference for the names and ranges, vLLM's SamplingParams for the rest.
+    """
+
+    n: int = 1  # answers per prompt
+    best_of: int | None = None  # answers generated, of which the n likeliest are returned; None: n
+    max_tokens: int | None = 16  # None: as many as the context has room for
+    min_tokens: int = 0  # no end of sequence and no stop before
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    logprobs: int | None = None  # that many likeliest tokens at each position, besides the chosen one
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, stored in (
+            ("stop", as_strings(self.stop)),
+            ("stop_token_ids", frozenset(self.stop_token_ids or ())),
+            ("logit_bias", as_bias(self.logit_bias)),
+            ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
+        ):
+            object.__setattr__(self, name, stored)
+        in_range("n", self.n, 1, MAX_NUM_SEQUENCES, whole=True)
+        if self.best_of is not None:
+            in_range("best_of", self.best_of, 1, MAX_NUM_SEQUENCES, whole=True)
+            if self.best_of < self.n:
+                raise InvalidRequest(f"best_of is {self.best_of} and must be at least n, which is {self.n}", param="best_of")
+        if self.max_tokens is not None:
+            in_range("max_tokens", self.max_tokens, 0, None, whole=True)
+        in_range("min_tokens", self.min_tokens, 0, self.max_tokens, whole=True)
+        in_range("temperature", self.temperature, 0.0, 2.0)
+        in_range("top_p", self.top_p, 0.0, 1.0)
+        in_range("top_k", self.top_k, -1, None, whole=True)
+        in_range("min_p", self.min_p, 0.0, 1.0)
+        in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        in_range("repetition_penalty", self.repetition_penalty, 0.0, None)
+        if self.repetition_penalty == 0:
+            raise InvalidRequest("repetition_penalty must be above 0", param="repetition_penalty")
+        if self.seed is not None:
+            in_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED, whole=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), 0, MAX_LOGPROBS, whole=True)
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed", param="stop")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequest("stop must hold non-empty strings", param="stop")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if any(type(token_id) is not int or token_id < 0 for token_id in getattr(self, name) or ()):
+                raise InvalidRequest(f"{name} must hold token ids, whole numbers from 0", param=name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+        for token_id, bias in self.logit_bias:
+            if token_id < 0:
+                raise InvalidRequest(f"logit_bias names the token {token_id}; ids start at 0", param="logit_bias")
+            in_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated for one prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen: also for a temperature too small to divide by, or a top_p of 0."""
+        return self.temperature < 1e-5 or self.top_k == 1 or self.top_p == 0.0
+
+    def highest_token_id(self) -> tuple[str, int] | None:
+        """The field that names the highest token id, and that id, for the check against the vocabulary; None without any."""
+        named = [("logit_bias", token_id) for token_id, _ in self.logit_bias]
+        named += [("stop_token_ids", token_id) for token_id in self.stop_token_ids]
+        named += [("allowed_token_ids", token_id) for token_id in self.allowed_token_ids or ()]
+        return max(named, key=lambda pair: pair[1], default=None)
+
+
+def as_strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def as_bias(value: Mapping[Any, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) pairs in the order of the ids; keys may be written as text, as JSON has them."""
+    pairs = value.items() if isinstance(value, Mapping) else value or ()
+    try:
+        return tuple(sorted((int(token_id), float(bias)) for token_id, bias in pairs))
+    except (TypeError, ValueError):
+        raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
+
+
+def in_range(name: str, value: Any, low: float | None, high: float | None, *, whole: bool = False) -> None:
+    """Raises InvalidRequest unless the value is a finite number of the right kind within [low, high]; None is no bound."""
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a {'whole' if whole else 'finite'} number, not {str(value)[:40]!r}", param=name)
+    if low is not None and value < low or high is not None and value > high:
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(f"{name} must be {bounds}, not {value}", param=name)

@@ -1,0 +1,93 @@
+"""The data between core and runner: what one step is to compute, and what came of it.
+
+Plain, frozen and picklable; tuples and numbers only, so that a plan can be compared byte by byte and sent to another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagestream.engine.core.request import Fault
+from pagestream.engine.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the whole block `source` onto `target`; which pools they belong to is said by the list it stands in."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sequence at its first appearance; sent once, so that later plans stay small."""
+
+    seq_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    seed: int  # of this sequence: already differs among the n of a request
+    forked_from: int | None = None  # the sequence whose sampling state it shares up to now
+    output_token_ids: tuple[int, ...] = ()  # tokens it was born with: what its parent's row sampled for it
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One row group of the step: `token_ids` are computed at positions start, start + 1, …"""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    start: int  # position of the first of them; everything before is in the cache
+    block_table: tuple[int, ...]  # block ids; covers start + len(token_ids) tokens
+    num_samples: int = 1  # 0 inside a prompt; n where a group is about to fork
+    sample_seeds: tuple[int, ...] = ()  # one per sample
+    num_prompt_logprobs: int = 0  # of the first so many tokens, the logits score the prompt's next token
+    next_prompt_token_ids: tuple[int, ...] = ()  # those next tokens, one per scored row
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Executed in this order: swap_out, swap_in, copies, forward, sample.
+
+    All of it is idempotent: the same slots, the same copies, so a step that failed can be run again, whole or in parts.
+    """
+
+    step_id: int
+    swap_out: tuple[BlockCopy, ...] = ()  # device block -> host block
+    swap_in: tuple[BlockCopy, ...] = ()  # host block -> device block
+    copies: tuple[BlockCopy, ...] = ()  # device block -> device block: copy-on-write
+    admitted: tuple[Admitted, ...] = ()
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    retired_seq_ids: tuple[int, ...] = ()  # never scheduled again; sent with the next plan
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's logprob and the likeliest tokens beside it, likeliest first; natural logarithm."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: it was the likeliest
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What one sample of a row gave: a list of tokens, so that speculation changes no signature."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token where asked for
+    cumulative_logprob: float = 0.0  # of these tokens; only where the request ranks its answers
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    sampled: dict[int, tuple[SampledTokens, ...]]  # seq_id -> one entry per sample
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # seq_id -> one per scored row
+    failed: dict[int, str] = field(default_factory=dict)  # seq_id -> why; found guilty by the executor's own checks (NaN logits)

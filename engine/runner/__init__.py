@@ -1,0 +1,1 @@
+"""Does what a StepPlan says: tensors, copies, forward, sample."""

@@ -1,0 +1,1 @@
+"""CPU operators in C++, compiled once by the system's compiler and cached."""
