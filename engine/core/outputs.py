@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 from pagestream.engine.core.step_plan import TokenLogprobs
+
+T = TypeVar("T")
 
 
 class FinishReason(Enum):
@@ -30,13 +33,14 @@ class CompletionOutput:
     """New text and tokens of one of the n answers.
 
     Text may lag behind the tokens: what could still become a stop string or half a character is held back.
-    `logprobs` are the new tokens' own, one each, where asked for; `token_texts` has the text that each of them stands for.
+    `logprobs` are the new tokens' own, one each, where asked for; `token_texts` then has the text that each of them gave.
     """
 
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    token_texts: tuple[str, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for the model's own end
 
@@ -52,6 +56,7 @@ class RequestOutput:
     finished: bool = False
     usage: Usage = field(default_factory=Usage)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # new ones; the prompt's first token has None
+    prompt_token_texts: tuple[str, ...] | None = None  # parallel to prompt_logprobs
     error: str | None = None
 
 
@@ -61,13 +66,28 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     for new in second.outputs:
         old = answers.get(new.index)
         answers[new.index] = new if old is None else join(old, new)
-    scored = (first.prompt_logprobs or ()) + (second.prompt_logprobs or ())
-    return replace(second, outputs=tuple(answers[index] for index in sorted(answers)), prompt_logprobs=scored or None)
+    return replace(
+        second,
+        outputs=tuple(answers[index] for index in sorted(answers)),
+        prompt_logprobs=chain(first.prompt_logprobs, second.prompt_logprobs),
+        prompt_token_texts=chain(first.prompt_token_texts, second.prompt_token_texts),
+    )
 
 
 def join(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    logprobs = None if old.logprobs is None and new.logprobs is None else (old.logprobs or ()) + (new.logprobs or ())
-    return replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)
+    return replace(
+        new,
+        text=old.text + new.text,
+        token_ids=old.token_ids + new.token_ids,
+        logprobs=chain(old.logprobs, new.logprobs),
+        token_texts=chain(old.token_texts, new.token_texts),
+    )
+
+
+def chain(*parts: tuple[T, ...] | None) -> tuple[T, ...] | None:
+    """One tuple of all, or None if there was none at all."""
+    given = [part for part in parts if part is not None]
+    return tuple(entry for part in given for entry in part) if given else None
 
 
 def fold(outputs: Iterable[RequestOutput]) -> RequestOutput:
@@ -79,15 +99,19 @@ def fold(outputs: Iterable[RequestOutput]) -> RequestOutput:
     for part in parts:
         for new in part.outputs:
             answers.setdefault(new.index, []).append(new)
-    scored = tuple(entry for part in parts for entry in part.prompt_logprobs or ())
-    return replace(parts[-1], outputs=tuple(fold_answer(answers[index]) for index in sorted(answers)), prompt_logprobs=scored or None)
+    return replace(
+        parts[-1],
+        outputs=tuple(fold_answer(answers[index]) for index in sorted(answers)),
+        prompt_logprobs=chain(*(part.prompt_logprobs for part in parts)),
+        prompt_token_texts=chain(*(part.prompt_token_texts for part in parts)),
+    )
 
 
 def fold_answer(deltas: list[CompletionOutput]) -> CompletionOutput:
-    has_logprobs = any(delta.logprobs is not None for delta in deltas)
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs or ()) if has_logprobs else None,
+        logprobs=chain(*(delta.logprobs for delta in deltas)),
+        token_texts=chain(*(delta.token_texts for delta in deltas)),
     )

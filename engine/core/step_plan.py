@@ -27,23 +27,28 @@ class Admitted:
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     seed: int  # of this sequence: already differs among the n of a request
-    forked_from: int | None = None  # the sequence whose sampling state it shares up to now
-    output_token_ids: tuple[int, ...] = ()  # tokens it was born with: what its parent's row sampled for it
+    output_token_ids: tuple[int, ...] = ()  # tokens it was born with
     fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """One token to draw from a row's logits; several where a group is about to fork."""
+
+    seq_id: int  # the sequence that the token will belong to; unborn yet for all but the first
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One row group of the step: `token_ids` are computed at positions start, start + 1, …"""
+    """One ragged row of the step: `token_ids` are computed at positions start, start + 1, …"""
 
     seq_id: int
     token_ids: tuple[int, ...]
     start: int  # position of the first of them; everything before is in the cache
     block_table: tuple[int, ...]  # block ids; covers start + len(token_ids) tokens
-    num_samples: int = 1  # 0 inside a prompt; n where a group is about to fork
-    sample_seeds: tuple[int, ...] = ()  # one per sample
-    num_prompt_logprobs: int = 0  # of the first so many tokens, the logits score the prompt's next token
-    next_prompt_token_ids: tuple[int, ...] = ()  # those next tokens, one per scored row
+    samples: tuple[Sample, ...] = ()  # drawn from the last token's logits; none inside a prompt
+    scored_token_ids: tuple[int, ...] = ()  # prompt logprobs: the token that follows each of the first rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,6 @@ class SampledTokens:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
-    sampled: dict[int, tuple[SampledTokens, ...]]  # seq_id -> one entry per sample
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # seq_id -> one per scored row
-    failed: dict[int, str] = field(default_factory=dict)  # seq_id -> why; found guilty by the executor's own checks (NaN logits)
+    sampled: dict[int, SampledTokens]  # by the sample's seq_id
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # seq_id -> one per scored token
+    failed: dict[int, str] = field(default_factory=dict)  # row's seq_id -> why; found guilty by itself (NaN logits)

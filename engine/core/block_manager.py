@@ -1,0 +1,212 @@
+"""Block tables of sequences: allocate, fork with copy-on-write, swap out and in, free, and the prefix cache's look-up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+
+from pagestream.engine.core.block_pool import Block, BlockPool
+from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
+from pagestream.engine.core.prefix_hash import next_hash, root_hash
+from pagestream.engine.core.sequence import Sequence
+from pagestream.engine.core.step_plan import BlockCopy
+
+
+class BlockManager:
+    """Owns every block table and reference count.
+
+    A sequence's table is on the device or in the swap pool, never in both.  A block that several tables share is never
+    written: the writer gets a copy first.  A published block is full and computed, so nobody writes it again.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, num_swap_blocks: int = 0, enable_prefix_caching: bool = True):
+        self.block_size = block_size
+        self.device = BlockPool(num_blocks)
+        self.host = BlockPool(num_swap_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._tables: dict[int, list[Block]] = {}
+        self._swapped: dict[int, list[Block]] = {}
+        self._hashes: dict[int, list[bytes]] = {}  # per sequence, of its full and computed blocks, after the root
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    def table(self, seq_id: int) -> tuple[int, ...]:
+        return tuple([block.block_id for block in self._tables[seq_id]])
+
+    def has_table(self, seq_id: int) -> bool:
+        return seq_id in self._tables
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_new_blocks(self, wanted: SequenceOf[tuple[Sequence, int]]) -> int:
+        """Blocks that covering so many tokens of each sequence takes from the pool, copies before writing included."""
+        return self._num_growth(wanted, self._tables, self.device)
+
+    def num_blocks_to_return(self, sequences: SequenceOf[Sequence]) -> int:
+        """Device blocks that swapped-out sequences need to come back and go on."""
+        wanted = [(sequence, sequence.num_tokens) for sequence in sequences]
+        return self.num_distinct(sequences) + self._num_growth(wanted, self._swapped, self.host)
+
+    def _num_growth(self, wanted: SequenceOf[tuple[Sequence, int]], tables: dict[int, list[Block]], pool: BlockPool) -> int:
+        num_new = 0
+        writers: Counter[int] = Counter()
+        for sequence, num_tokens in wanted:
+            table = tables.get(sequence.seq_id, ())
+            num_new += max(0, -(-num_tokens // self.block_size) - len(table))
+            tail = sequence.num_computed_tokens // self.block_size
+            if tail < len(table) and table[tail].ref_count > 1:
+                writers[table[tail].block_id] += 1
+        for block_id, num_writers in writers.items():
+            # The last holder of a shared block writes in place.
+            num_new += num_writers - (pool.blocks[block_id].ref_count == num_writers)
+        return num_new
+
+    def num_distinct(self, sequences: SequenceOf[Sequence]) -> int:
+        """Different blocks that these sequences hold, on the device or swapped out."""
+        return len({
+            block.block_id
+            for sequence in sequences
+            for block in self._tables.get(sequence.seq_id) or self._swapped.get(sequence.seq_id) or ()
+        })
+
+    # ---- the prefix cache -------------------------------------------------------------------------------------------
+
+    def cached_prefix(self, token_ids: SequenceOf[int], cache_salt: str) -> list[Block]:
+        """Blocks of the longest known prefix, at most all but one of the tokens: one must be computed to get logits."""
+        found: list[Block] = []
+        if not self.enable_prefix_caching:
+            return found
+        parent = root_hash(cache_salt)
+        size = self.block_size
+        for end in range(size, len(token_ids), size):
+            parent = next_hash(parent, token_ids[end - size : end])
+            block = self.device.find(parent)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_taken(self, prefix: SequenceOf[Block]) -> int:
+        """How many of these blocks are free now, and so would be taken from the pool."""
+        return sum(block.ref_count == 0 for block in prefix)
+
+    def publish(self, sequence: Sequence, cache_salt: str) -> None:
+        """Make the sequence's newly full and computed blocks findable; called when a step has succeeded, never before."""
+        if not self.enable_prefix_caching:
+            return
+        hashes = self._hashes[sequence.seq_id]
+        size = self.block_size
+        num_full = sequence.num_computed_tokens // size
+        if len(hashes) >= num_full:
+            return
+        table = self._tables[sequence.seq_id]
+        parent = hashes[-1] if hashes else root_hash(cache_salt)
+        for position in range(len(hashes), num_full):
+            parent = next_hash(parent, sequence.token_ids[position * size : (position + 1) * size])
+            hashes.append(parent)
+            self.device.publish(table[position], parent)
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, sequence: Sequence, num_tokens: int, prefix: SequenceOf[Block] = ()) -> None:
+        """Give a sequence its first table, beginning with the shared blocks of `prefix`.  Raises OutOfBlocks, changing nothing."""
+        num_new = self.num_blocks_for(num_tokens) - len(prefix)
+        if self.device.num_free - self.num_taken(prefix) < num_new:
+            raise OutOfBlocks
+        table = list(prefix)
+        for block in prefix:
+            self.device.share(block)
+        table += [self.device.allocate() for _ in range(num_new)]
+        self._tables[sequence.seq_id] = table
+        self._hashes[sequence.seq_id] = [block.prefix_hash for block in prefix if block.prefix_hash is not None]
+
+    def append(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy]:
+        """Make the table cover `num_tokens`, and its blocks from the first uncomputed token on this sequence's own.
+
+        Returns the copies to do before anything is written.  Raises OutOfBlocks, changing nothing.
+        """
+        table = self._tables[sequence.seq_id]
+        num_new = -(-num_tokens // self.block_size) - len(table)
+        tail = sequence.num_computed_tokens // self.block_size
+        must_copy = tail < len(table) and table[tail].ref_count > 1
+        if num_new <= 0 and not must_copy:
+            return []
+        if self.device.num_free < max(num_new, 0) + must_copy:
+            raise OutOfBlocks
+        copies = []
+        if must_copy:
+            shared, own = table[tail], self.device.allocate()
+            copies.append(BlockCopy(shared.block_id, own.block_id))
+            table[tail] = own
+            self.device.release(shared)
+        table += [self.device.allocate() for _ in range(num_new)]
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let the child share the parent's blocks of the first `num_tokens` tokens, which are computed."""
+        shared = self._tables[parent.seq_id][: self.num_blocks_for(num_tokens)]
+        for block in shared:
+            self.device.share(block)
+        self._tables[child.seq_id] = list(shared)
+        self._hashes[child.seq_id] = self._hashes[parent.seq_id][: num_tokens // self.block_size]
+
+    def free(self, seq_id: int) -> None:
+        """Give back whatever the sequence holds, on either side; nothing if it holds nothing."""
+        self._hashes.pop(seq_id, None)
+        for pool, tables in ((self.device, self._tables), (self.host, self._swapped)):
+            # From the tail: the head of a prompt is what others share, so it should be evicted last.
+            for block in reversed(tables.pop(seq_id, ())):
+                pool.release(block)
+
+    def swap_out(self, sequences: SequenceOf[Sequence]) -> list[BlockCopy]:
+        """Move the tables to the swap pool; shared blocks stay shared.  Raises OutOfBlocks, changing nothing."""
+        if self.host.num_free < self.num_distinct(sequences):
+            raise OutOfBlocks
+        return self._move(sequences, self._tables, self.device, self._swapped, self.host)
+
+    def swap_in(self, sequences: SequenceOf[Sequence]) -> list[BlockCopy]:
+        """Move the tables back to the device.  Raises OutOfBlocks, changing nothing."""
+        if self.device.num_free < self.num_distinct(sequences):
+            raise OutOfBlocks
+        return self._move(sequences, self._swapped, self.host, self._tables, self.device)
+
+    def _move(
+        self,
+        sequences: SequenceOf[Sequence],
+        tables: dict[int, list[Block]],
+        pool: BlockPool,
+        new_tables: dict[int, list[Block]],
+        new_pool: BlockPool,
+    ) -> list[BlockCopy]:
+        moved: dict[int, Block] = {}
+        for sequence in sequences:
+            table = []
+            for block in tables[sequence.seq_id]:
+                target = moved.get(block.block_id)
+                if target is None:
+                    target = moved[block.block_id] = new_pool.allocate()
+                else:
+                    new_pool.share(target)
+                table.append(target)
+            new_tables[sequence.seq_id] = table
+        for sequence in sequences:
+            for block in reversed(tables.pop(sequence.seq_id)):
+                pool.release(block)
+        return [BlockCopy(source, target.block_id) for source, target in moved.items()]
+
+    # ---- the proof --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises InvariantBroken unless references, tables, free lists and hashes agree.  For idle moments and tests."""
+        for name, pool, tables in (("device", self.device, self._tables), ("host", self.host, self._swapped)):
+            held = Counter(block.block_id for table in tables.values() for block in table)
+            for block in pool.blocks:
+                if block.ref_count != held[block.block_id]:
+                    raise InvariantBroken(f"{name} block {block.block_id}: {block.ref_count} references, {held[block.block_id]} holders")
+                if block.prefix_hash is not None and pool.find(block.prefix_hash) is not block:
+                    raise InvariantBroken(f"{name} block {block.block_id} has a hash by which another is found")
+            if pool.num_free + len(held) != pool.num_blocks:
+                raise InvariantBroken(f"{name}: {pool.num_free} free and {len(held)} held blocks of {pool.num_blocks}")
+        if both := self._tables.keys() & self._swapped.keys():
+            raise InvariantBroken(f"sequences {sorted(both)} are on the device and swapped out")

@@ -1,0 +1,89 @@
+"""The blocks of one device: who is free, in which order the free ones are given away, and which can be found by their hash."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
+
+
+class Block:
+    """Metadata of one KV block; the tensors know nothing of it."""
+
+    __slots__ = ("block_id", "prefix_hash", "ref_count")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_count = 0
+        self.prefix_hash: bytes | None = None  # set only when the block is full and computed
+
+
+class BlockPool:
+    """A block is free or referenced, never both; only this class moves it.
+
+    A free block may still hold a known prefix and be taken back by its hash until it is given to somebody else.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        # In the order of giving away: blocks of no known content first, then the least recently used.
+        self._free: OrderedDict[int, Block] = OrderedDict((block.block_id, block) for block in self.blocks)
+        self._by_hash: dict[bytes, Block] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their hash, free or not."""
+        return len(self._by_hash)
+
+    def allocate(self) -> Block:
+        """A free block of unknown content, with one reference.  Raises OutOfBlocks."""
+        if not self._free:
+            raise OutOfBlocks
+        _, block = self._free.popitem(last=False)
+        if block.prefix_hash is not None:
+            del self._by_hash[block.prefix_hash]
+            block.prefix_hash = None
+        block.ref_count = 1
+        return block
+
+    def find(self, prefix_hash: bytes) -> Block | None:
+        return self._by_hash.get(prefix_hash)
+
+    def is_free(self, block: Block) -> bool:
+        return block.ref_count == 0
+
+    def share(self, block: Block) -> None:
+        """One more reference, also to a free block whose content is known."""
+        if block.ref_count == 0:
+            del self._free[block.block_id]
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """One reference less; the last one frees the block."""
+        if block.ref_count < 1:
+            raise InvariantBroken(f"block {block.block_id} was released more often than taken")
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self._free[block.block_id] = block
+            if block.prefix_hash is None:
+                self._free.move_to_end(block.block_id, last=False)
+
+    def publish(self, block: Block, prefix_hash: bytes) -> None:
+        """Make a full and computed block findable.  Where another block holds the same prefix, that one stays the known one."""
+        if block.prefix_hash is None and prefix_hash not in self._by_hash:
+            block.prefix_hash = prefix_hash
+            self._by_hash[prefix_hash] = block
+
+    def forget_all(self) -> None:
+        """Drop every known prefix, for instance because the cached values are no longer valid."""
+        for block in self._by_hash.values():
+            block.prefix_hash = None
+        self._by_hash.clear()
