@@ -1,0 +1,53 @@
+"""The layout of the pages: what lies where inside one block and KV head.
+
+A page tensor is [B, G, K, D] in float32, float16 or bfloat16.  The 8-bit formats keep one float32 scale per token and head,
+so their tensors are [B, G, K, D + 4]: of the K * (D + 4) bytes of a block and head the first K * D are the codes, token by
+token, and the last 4 * K the scales.  Scales so travel with their block through every copy and swap, and both parts start
+at multiples of 16 bytes because K is a multiple of 16 and D of 4.
+
+A value is code * scale, scale = amax / max_code.  Unlike one scale per tensor, this needs no calibration and cannot saturate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+SCALE_BYTES = 4
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    return dtype in MAX_CODE
+
+
+def page_width(head_size: int, dtype: torch.dtype) -> int:
+    """The last size of a page tensor, in elements."""
+    return head_size + SCALE_BYTES if is_quantised(dtype) else head_size
+
+
+def head_size_of(cache: Tensor) -> int:
+    return cache.shape[3] - SCALE_BYTES if is_quantised(cache.dtype) else cache.shape[3]
+
+
+def scales_view(cache: Tensor) -> Tensor:
+    """All bytes of an 8-bit page tensor as float32; the scale of token j of a block and head is element K * D / 4 + j of it.
+
+    For a cache that is not quantised: the cache itself, which kernels then do not read as scales.
+    """
+    return cache.view(torch.float32).flatten(2) if is_quantised(cache.dtype) else cache
+
+
+def allocate_pages(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Pages of zeros, [B, G, K, D] or the 8-bit layout."""
+    return torch.zeros(num_blocks, num_kv_heads, block_size, page_width(head_size, dtype), dtype=dtype, device=device)
+
+
+def check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises ValueError unless both are contiguous page tensors of one shape and dtype."""
+    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or k_cache.dim() != 4:
+        raise ValueError(f"k_cache {tuple(k_cache.shape)} {k_cache.dtype} and v_cache {tuple(v_cache.shape)} {v_cache.dtype} differ")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("pages must be contiguous")
+    if k_cache.shape[2] % 16:
+        raise ValueError(f"the block size must be a multiple of 16, not {k_cache.shape[2]}")

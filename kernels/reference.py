@@ -1,0 +1,128 @@
+"""Every op of this folder in plain torch, written for clarity: the oracle of all kernels.
+
+All of it computes and returns float64 (the 8-bit codes excepted), knows nothing of tiles or splits, and loops where a loop
+says it best.  Nothing here is meant to be fast, and nothing on the serving path may call it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pagestream.kernels.kv_format import MAX_CODE, head_size_of, is_quantised, scales_view
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The normalised rows, and residual + x as it is stored."""
+    total = x.double() if residual is None else (x.double() + residual.double()).to(x.dtype).double()
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+    return normed * weight.double(), total
+
+
+def swiglu(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    acted = torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    return acted * up
+
+
+def copy_blocks(sources: list[Tensor], targets: list[Tensor], pairs: Tensor) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        for source_id, target_id in pairs.tolist():
+            target[target_id] = source[source_id]
+
+
+def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotary in the half-split layout.  x [T, heads, D]; table [P, R] as kernels.reshape_and_cache.rotary_table makes it."""
+    cos, sin = table.double()[positions].chunk(2, dim=-1)
+    half = cos.shape[-1]
+    a, b, rest = x.double().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and float32 scales, one scale per row of the last axis."""
+    scale = (x.double().abs().amax(-1) / MAX_CODE[dtype]).clamp_min(1e-30).float()
+    codes = (x.double() / scale.double()[..., None]).clamp(-MAX_CODE[dtype], MAX_CODE[dtype])
+    return (codes.add(0.5).floor() if dtype == torch.int8 else codes).to(dtype), scale
+
+
+def read_pages(cache: Tensor) -> Tensor:
+    """What a page tensor holds: [B, G, K, D] float64."""
+    if not is_quantised(cache.dtype):
+        return cache.double()
+    num_blocks, num_heads, block_size, _ = cache.shape
+    size = head_size_of(cache)
+    codes = cache.flatten(2)[:, :, : block_size * size].double().view(num_blocks, num_heads, block_size, size)
+    return codes * scales_view(cache)[:, :, block_size * size // 4 :].double()[..., None]
+
+
+def write_pages(cache: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write x [T, G, D] into the slots; -1 is skipped."""
+    num_heads, block_size, size = cache.shape[1], cache.shape[2], head_size_of(cache)
+    for slot, row in zip(slots.tolist(), x, strict=True):
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        if not is_quantised(cache.dtype):
+            cache[block, :, offset] = row.to(cache.dtype)
+            continue
+        codes, scales = quantise(row, cache.dtype)
+        for head in range(num_heads):
+            flat = cache[block, head].flatten().view(torch.int8)
+            flat[offset * size : (offset + 1) * size] = codes[head].view(torch.int8)
+            flat.view(torch.float32)[block_size * size // 4 + offset] = scales[head]
+
+
+def reshape_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *,
+    positions: Tensor | None = None, table: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
+    """Write K and V, and return q as attention should see it."""
+    q_out, k_out = q.double(), k.double()
+    if q_norm is not None and k_norm is not None:
+        q_out, k_out = rms_norm(q_out, q_norm, eps)[0], rms_norm(k_out, k_norm, eps)[0]
+    if positions is not None and table is not None:
+        q_out, k_out = rotate(q_out, positions, table), rotate(k_out, positions, table)
+    write_pages(k_cache, slots, k_out)
+    write_pages(v_cache, slots, v.double())
+    return q_out
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start: Tensor, *,
+    scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend every query token to the keys of its own sequence up to its own position.  Returns [T, H, D] float64.
+
+    q [T, H, D]; query_start [S + 1]; rows of q that belong to no sequence come back as zeros.
+    """
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    keys, values = read_pages(k_cache), read_pages(v_cache)
+    group, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        first, last = query_start[s].item(), query_start[s + 1].item()
+        if first == last:
+            continue
+        blocks = block_tables[s, : math.ceil(seq_len / block_size)].long()
+        k = keys[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].repeat_interleave(group, dim=0)  # [H, seq_len, D]
+        v = values[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].repeat_interleave(group, dim=0)
+        scores = torch.einsum("qhd,hkd->hqk", q[first:last].double(), k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(seq_len - (last - first), seq_len)[:, None]
+        key_position = torch.arange(seq_len)[None, :]
+        seen = key_position <= position
+        if window is not None:
+            seen &= key_position > position - window
+        scores = scores.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            extra = sinks.double()[:, None, None].expand(-1, last - first, 1)
+            weights = torch.cat((scores, extra), dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out[first:last] = torch.einsum("hqk,hkd->qhd", weights, v)
+    return out
