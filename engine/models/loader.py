@@ -1,0 +1,228 @@
+"""From files to weights in memory: opening a checkpoint, and loading the Llama-shaped family in the form all devices start from.
+
+transformers is not imported here: it takes seconds, and a model of this family starts without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagestream.engine.core.config import ModelConfig
+from pagestream.engine.core.errors import StartError
+from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights
+from pagestream.engine.models.decoder_config import (
+    decoder_spec,
+    eos_token_ids,
+    is_decoder,
+    max_positions,
+    weight_layout,
+    with_defaults,
+)
+from pagestream.engine.models.gguf_config import gguf_config
+from pagestream.engine.models.gguf_file import GgufFile
+from pagestream.engine.models.sources import ModelFiles, find_model
+from pagestream.engine.models.tensor_source import (
+    FLOATS,
+    DummySource,
+    GgufSource,
+    SafetensorsSource,
+    TensorSource,
+    read_json,
+)
+
+PROGRESS_AFTER_S = 1.0  # a bar for what takes less would only flicker
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model whose files were found and whose config was read; no weight is in memory yet."""
+
+    files: ModelFiles
+    config: dict[str, Any]  # as config.json has it; a GGUF file's metadata in the same terms
+    generation: dict[str, Any]  # generation_config.json; empty where there is none
+    dtype: torch.dtype  # of the weights once loaded
+    source: TensorSource | None  # None: only transformers can read it
+    max_model_len: int | None  # as asked for
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether `load_decoder` loads it; all others are for engine.models.hf."""
+        return self.source is not None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return eos_token_ids(self.config, self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDecoder:
+    spec: DecoderSpec
+    weights: DecoderWeights
+    shape: ModelShape
+
+
+def open_checkpoint(config: ModelConfig) -> Checkpoint:
+    """Find the files, fetching them where needed, and read what they say of themselves.
+
+    dtype "auto" is the checkpoint's own float type; a GGUF file's blocks become bfloat16.
+    Raises StartError with one line that says what to do.
+    """
+    if config.quantization is not None:
+        raise StartError(f"quantization {config.quantization!r} is not supported; leave it out, or give a GGUF file")
+    files = find_model(config)
+    if files.gguf is not None:
+        file = GgufFile(files.gguf)
+        model_config, generation = gguf_config(file), {}
+        own_dtype = torch.bfloat16
+        dummy = config.load_format == "dummy"
+        source: TensorSource | None = DummySource(model_config, config.seed or 0) if dummy else GgufSource(file, model_config)
+    else:
+        assert files.folder is not None
+        model_config = read_json(files.folder / "config.json")
+        generation_file = files.folder / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.is_file() else {}
+        if quantised := model_config.get("quantization_config"):
+            method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+            raise StartError(f"{files.folder} is a checkpoint quantised with {method}, which is not supported")
+        source = open_weights(files.folder, model_config, config)
+        own_dtype = stored_dtype(model_config, source)
+    check_length(config, model_config)
+    return Checkpoint(
+        files=files,
+        config=model_config,
+        generation=generation,
+        dtype=own_dtype if config.dtype == "auto" else FLOATS[config.dtype],
+        source=source,
+        max_model_len=config.max_model_len,
+    )
+
+
+def open_weights(folder: Path, model_config: dict[str, Any], config: ModelConfig) -> TensorSource | None:
+    """None for what the lean decoder does not compute, or can't read because it is pickled."""
+    if not is_decoder(model_config):
+        return None
+    if config.load_format == "dummy":
+        return DummySource(model_config, config.seed or 0)
+    if not any(folder.glob("*.safetensors")) and any(folder.glob("pytorch_model*.bin")):
+        return None
+    return SafetensorsSource(folder)
+
+
+def stored_dtype(model_config: dict[str, Any], source: TensorSource | None) -> torch.dtype:
+    named = model_config.get("dtype") or model_config.get("torch_dtype")
+    if isinstance(named, str) and named in FLOATS:
+        return FLOATS[named]
+    if isinstance(source, SafetensorsSource) and source.has("model.embed_tokens.weight"):
+        stored = source.dtype("model.embed_tokens.weight")
+        return torch.float32 if stored == torch.float64 else stored
+    return torch.float32
+
+
+def check_length(config: ModelConfig, model_config: dict[str, Any]) -> None:
+    if config.max_model_len is None or not is_decoder(model_config):
+        return
+    positions = max_positions(with_defaults(model_config))
+    if config.max_model_len > positions:
+        raise StartError(f"max_model_len {config.max_model_len} is more than the {positions} positions that the model knows")
+
+
+def load_decoder(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> LoadedDecoder:
+    """Load a checkpoint of the Llama-shaped family.  Its weights come as `dtype` on `device`, linears fused.
+
+    Raises StartError for a tensor that is missing or has another shape than the config says.
+    """
+    assert checkpoint.source is not None
+    spec = decoder_spec(checkpoint.config, checkpoint.max_model_len)
+    builder = WeightBuilder(checkpoint.source, spec, checkpoint.config, device=device, dtype=dtype)
+    weights = builder.build()
+    return LoadedDecoder(
+        spec=spec,
+        weights=weights,
+        shape=ModelShape(
+            vocab_size=spec.vocab_size,
+            max_model_len=max_positions(with_defaults(checkpoint.config)),
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            num_parameters=builder.num_parameters,
+            weight_bytes=builder.num_parameters * dtype.itemsize,
+        ),
+    )
+
+
+class WeightBuilder:
+    """Puts a checkpoint's tensors where the decoder wants them, each copied and converted once."""
+
+    def __init__(
+        self, source: TensorSource, spec: DecoderSpec, config: dict[str, Any], *, device: torch.device, dtype: torch.dtype
+    ):
+        self.source = source
+        self.spec = spec
+        self.layout = weight_layout(config)
+        self.device = device
+        self.dtype = dtype
+        self.num_parameters = 0
+
+    def build(self) -> DecoderWeights:
+        from tqdm import tqdm
+
+        spec = self.spec
+        embedding = self.one("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        numbers = tqdm(range(spec.num_layers), desc="weights", unit="layer", delay=PROGRESS_AFTER_S, disable=None, leave=False)
+        layers = [self.layer(f"model.layers.{number}.") for number in numbers]
+        final_norm = self.one("model.norm.weight", spec.hidden_size)
+        return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=self.head(embedding))
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """A file that holds a head of its own is believed more than a config that calls it tied."""
+        if self.layout.tied_head and not self.source.has("lm_head.weight"):
+            return embedding
+        head = self.one("lm_head.weight", *embedding.shape)
+        if self.layout.tied_head and torch.equal(head, embedding):
+            self.num_parameters -= head.numel()
+            return embedding
+        return head
+
+    def layer(self, prefix: str) -> LayerWeights:
+        spec = self.spec
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        q_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        qkv_sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        gate_up_sizes = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        return LayerWeights(
+            input_norm=self.one(prefix + "input_layernorm.weight", spec.hidden_size),
+            qkv=self.fused(attention, "qkv_proj", qkv_sizes, "weight", spec.hidden_size),
+            qkv_bias=self.fused(attention, "qkv_proj", qkv_sizes, "bias") if self.layout.qkv_bias else None,
+            q_norm=self.one(attention + "q_norm.weight", spec.head_size) if self.layout.qk_norm else None,
+            k_norm=self.one(attention + "k_norm.weight", spec.head_size) if self.layout.qk_norm else None,
+            o=self.one(attention + "o_proj.weight", spec.hidden_size, q_size),
+            o_bias=self.one(attention + "o_proj.bias", spec.hidden_size) if self.layout.o_bias else None,
+            post_norm=self.one(prefix + "post_attention_layernorm.weight", spec.hidden_size),
+            gate_up=self.fused(mlp, "gate_up_proj", gate_up_sizes, "weight", spec.hidden_size),
+            down=self.one(mlp + "down_proj.weight", spec.hidden_size, spec.intermediate_size),
+        )
+
+    def one(self, name: str, *shape: int) -> Tensor:
+        tensor = self.source.load(name, shape)
+        self.num_parameters += tensor.numel()
+        # copy: what the source gave may be a view of the file, which would stay mapped and could not be written to.
+        return tensor.to(self.dtype).to(device=self.device, copy=tensor.dtype == self.dtype).contiguous()
+
+    def fused(self, prefix: str, whole: str, sizes: dict[str, int], kind: str, *columns: int) -> Tensor:
+        """The parts below one another, in the order of `sizes`; some checkpoints hold them so already."""
+        num_rows = sum(sizes.values())
+        if self.source.has(f"{prefix}{whole}.{kind}"):
+            return self.one(f"{prefix}{whole}.{kind}", num_rows, *columns)
+        parts = [self.source.load(f"{prefix}{name}.{kind}", (size, *columns)) for name, size in sizes.items()]
+        target = torch.empty(num_rows, *columns, dtype=self.dtype, device=self.device)
+        for part, slot in zip(parts, torch.split(target, list(sizes.values())), strict=True):
+            slot.copy_(part)
+        self.num_parameters += target.numel()
+        return target
