@@ -1,0 +1,77 @@
+// The small operators between the matrix products, one row at a time.
+#pragma once
+
+#include <cmath>
+
+#include "layout.h"
+
+namespace ps {
+
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+inline vf activate(Activation kind, vf x) { return kind == SILU ? silu(x) : gelu_tanh(x); }
+
+// 1 / sqrt(mean of squares + eps) over n floats.
+inline float inverse_rms(const float* x, long n, float eps) {
+    vf squares{};
+    long i = 0;
+    for (; i + W <= n; i += W) squares = fma(load(x + i), load(x + i), squares);
+    float total = sum(squares);
+    for (; i < n; ++i) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / (float)n + eps);
+}
+
+// out = x / rms(x) * weight; out may be x.
+inline void rms_norm(const float* x, const float* weight, float eps, long n, float* out) {
+    const float factor = inverse_rms(x, n, eps);
+    long i = 0;
+    for (; i + W <= n; i += W) store(out + i, load(x + i) * splat(factor) * load(weight + i));
+    for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// The same into the operand of a matrix product.
+inline void rms_norm(const float* x, const float* weight, float eps, long n, const Rows& out, long row) {
+    const float factor = inverse_rms(x, n, eps);
+    float y[16];
+    long i = 0;
+    for (; i + 16 <= n; i += 16) {
+        for (long j = 0; j < 16; j += W) store(y + j, load(x + i + j) * splat(factor) * load(weight + i + j));
+        out.put16(row, i, y);
+    }
+    for (; i < n; ++i) {
+        y[0] = x[i] * factor * weight[i];
+        out.put(row, i, y, 1);
+    }
+    out.zero_tail(row, n);
+}
+
+// act(gate) * up for the 16 columns of a paired panel: y holds gate in its first 16 floats and up in the others.
+inline void gate(Activation kind, float* y) {
+    for (long j = 0; j < 16; j += W) store(y + j, activate(kind, load(y + j)) * load(y + 16 + j));
+}
+
+// Cosines and sines of one position, scaled; angles are rounded to float as the models' own code does.
+inline void rotary_row(const float* inv_freq, long half, float position, float factor, float* cos_sin) {
+    for (long i = 0; i < half; ++i) {
+        float angle = inv_freq[i] * position;
+        cos_sin[i] = std::cos(angle) * factor;
+        cos_sin[half + i] = std::sin(angle) * factor;
+    }
+}
+
+// Turns (x[i], x[i + half]) by angle i, in place.
+inline void rotate(float* x, const float* cos_sin, long half) {
+    long i = 0;
+    for (; i + W <= half; i += W) {
+        vf a = load(x + i), b = load(x + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
+        store(x + i, fma(a, c, -(b * s)));
+        store(x + half + i, fma(b, c, a * s));
+    }
+    for (; i < half; ++i) {
+        float a = x[i], b = x[half + i], c = cos_sin[i], s = cos_sin[half + i];
+        x[i] = a * c - b * s;
+        x[half + i] = b * c + a * s;
+    }
+}
+
+}  // namespace ps

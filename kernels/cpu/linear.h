@@ -1,0 +1,254 @@
+// Matrix products y = x W^T with W packed once, and what may be done with a block of y before it leaves the cache.
+//
+// Every output is one accumulator that runs over k from the first to the last, whatever the number of rows: on a machine
+// with tile registers always there, elsewhere always in vectors.  So a row's result does not know its company.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "amx.h"
+#include "layout.h"
+#include "memory.h"
+#include "pool.h"
+#include "quant.h"
+
+namespace ps {
+
+constexpr long ROW_BLOCK = 2 * TILE;  // rows that one pass over a panel serves
+
+struct Linear {
+    Format format;
+    long n, k;
+    bool paired;  // outputs come in pairs (j, j + n / 2): one in each half of a panel
+    long panels, k_blocks;
+    Memory weights;
+    std::vector<float> bias;  // empty or n
+
+    Linear(Format format_, long n_, long k_, bool paired_)
+        : format(format_), n(n_), k(k_), paired(paired_), panels(paired_ ? ceil_div(n_ / 2, TILE) : ceil_div(n_, PANEL)),
+          k_blocks(ceil_div(k_, TILE * per_lane(activation_format(format_)))), weights(panels * panel_bytes()) {}
+
+    size_t block_bytes() const { return format == Q4 ? Q4Block::BYTES : format == Q8 ? Q8Block::BYTES : PANEL_LANES * 4; }
+    size_t panel_bytes() const { return k_blocks * block_bytes(); }
+    uint8_t* block(long panel, long b) const { return weights.as<uint8_t>() + panel * panel_bytes() + b * block_bytes(); }
+
+    // Which output stands in a panel's column, -1 if none.
+    long output(long panel, long column) const {
+        if (!paired) return panel * PANEL + column < n ? panel * PANEL + column : -1;
+        long j = panel * TILE + column % TILE;
+        return j < n / 2 ? j + column / TILE * (n / 2) : -1;
+    }
+    long panel_of(long output) const { return paired ? output % (n / 2) / TILE : output / PANEL; }
+    long column_of(long output) const {
+        return paired ? output % (n / 2) % TILE + output / (n / 2) * TILE : output % PANEL;
+    }
+};
+
+// From [n, k] rows of floats or bf16, `stride` elements apart.
+template <class Element>
+void pack_dense(Pool& pool, const Linear& w, const Element* source, long stride) {
+    const long per = per_lane(w.format);
+    pool.run(w.panels, [&](long panel, int) {
+        Element* to = reinterpret_cast<Element*>(w.block(panel, 0));
+        memset(to, 0, w.panel_bytes());
+        for (long column = 0; column < PANEL; ++column) {
+            long row = w.output(panel, column);
+            if (row < 0) continue;
+            const Element* from = source + row * stride;
+            for (long i = 0; i < w.k; ++i) {
+                long lane = i / per;
+                long at = (lane / TILE * 2 + column / TILE) * TILE_LANES + lane % TILE * TILE + column % TILE;
+                to[at * per + i % per] = from[i];
+            }
+        }
+    });
+}
+
+// From GGUF blocks, [n][k / 32] of them.
+inline void pack_quantised(Pool& pool, const Linear& w, const uint8_t* source, QuantKind kind) {
+    const size_t bytes = gguf_block_bytes(kind);
+    pool.run(w.panels, [&](long panel, int) {
+        for (long b = 0; b < w.k_blocks; ++b) {
+            memset(w.block(panel, b), 0, w.block_bytes());
+            for (long column = 0; column < PANEL; ++column) {
+                long row = w.output(panel, column);
+                if (row >= 0) put_gguf_block(w.block(panel, b), column, source + (row * w.k_blocks + b) * bytes, kind);
+            }
+        }
+    });
+}
+
+// One row of the weights as floats, for looking up an embedding in the packed head.
+inline void unpack_row(const Linear& w, long row, float* out) {
+    const long panel = w.panel_of(row), column = w.column_of(row), per = per_lane(activation_format(w.format));
+    alignas(64) uint32_t lanes[PANEL_LANES];
+    for (long b = 0; b < w.k_blocks; ++b) {
+        const uint32_t* block = reinterpret_cast<const uint32_t*>(w.block(panel, b));
+        if (w.format == Q4) Q4Block::expand(w.block(panel, b), lanes), block = lanes;
+        if (w.format == Q8) Q8Block::expand(w.block(panel, b), lanes), block = lanes;
+        block += column / TILE * TILE_LANES + column % TILE;
+        for (long i = 0; i < TILE * per && b * TILE * per + i < w.k; ++i) {
+            uint32_t lane = block[i / per * TILE];
+            uint32_t bits = per == 1 ? lane : i % 2 ? lane & 0xffff0000u : lane << 16;
+            memcpy(out + b * TILE * per + i, &bits, 4);
+        }
+    }
+}
+
+// ---- one panel times up to 32 rows -----------------------------------------------------------------------------------
+
+// Adds `lanes` steps of k to R rows by V vectors.  a: rows `a_stride` lanes apart; b: steps `b_stride` lanes apart, the V
+// vectors `v_stride` lanes apart.
+template <class Lane, int R, int V>
+inline void multiply(vf (&c)[R][V], const uint32_t* a, long a_stride, const uint32_t* b, long b_stride, long v_stride, long lanes) {
+    for (long i = 0; i < lanes; ++i) {
+        vu column[V];
+        for (int v = 0; v < V; ++v) column[v] = load(b + i * b_stride + v * v_stride);
+        for (int r = 0; r < R; ++r) {
+            vu row = splat(a[r * a_stride + i]);
+            for (int v = 0; v < V; ++v) c[r][v] = Lane::dot(c[r][v], row, column[v]);
+        }
+    }
+}
+
+constexpr int VECTOR_ROWS = W == 16 ? 8 : 4;
+
+template <class Lane, int R>
+void vector_rows(const uint32_t* a, const uint32_t* panel, long k_blocks, float* out) {
+    constexpr long V_STRIDE = W == 16 ? TILE_LANES : W;  // 16 lanes: the second vector is the panel's other half
+    for (long column = 0; column < PANEL; column += 2 * W) {
+        const uint32_t* b = W == 16 ? panel : panel + column / TILE * TILE_LANES + column % TILE;
+        vf c[R][2] = {};
+        for (long kb = 0; kb < k_blocks; ++kb)
+            multiply<Lane, R, 2>(c, a + kb * TILE_LANES, TILE, b + kb * PANEL_LANES, TILE, V_STRIDE, TILE);
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < 2; ++v) store(out + r * PANEL + column + v * W, c[r][v]);
+    }
+}
+
+template <class Lane, int R>
+void vector_rows_up_to(int rows, const uint32_t* a, const uint32_t* panel, long k_blocks, float* out) {
+    if (rows == R) return vector_rows<Lane, R>(a, panel, k_blocks, out);
+    if constexpr (R > 1) vector_rows_up_to<Lane, R - 1>(rows, a, panel, k_blocks, out);
+}
+
+template <class Lane>
+void vector_block(const uint32_t* a, long m, long k_blocks, const uint32_t* panel, float* out) {
+    for (long r = 0; r < m; r += VECTOR_ROWS) {
+        const uint32_t* group = a + r / TILE * k_blocks * TILE_LANES + r % TILE * TILE;
+        vector_rows_up_to<Lane, VECTOR_ROWS>((int)std::min<long>(VECTOR_ROWS, m - r), group, panel, k_blocks, out + r * PANEL);
+    }
+}
+
+#if PS_AMX
+// Tiles 0 to 3 accumulate (rows x columns), 4 and 5 hold rows, 6 and 7 columns.
+inline TileConfig linear_tiles(long m) {
+    TileConfig config;
+    int low = (int)std::min(m, TILE), high = m > TILE ? (int)(m - TILE) : low;
+    for (int tile : {0, 1, 4}) config.set(tile, low, 64);
+    for (int tile : {2, 3, 5}) config.set(tile, high, 64);
+    for (int tile : {6, 7}) config.set(tile, TILE, 64);
+    return config;
+}
+
+// BlockAt(kb) gives the two weight tiles of a k block.
+template <class BlockAt>
+inline void tile_block(const uint32_t* a, long m, long k_blocks, const BlockAt& block_at, float* out) {
+    const uint32_t* a_high = a + k_blocks * TILE_LANES;
+    tile_zero<0>();
+    tile_zero<1>();
+    if (m <= TILE) {
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            const uint32_t* b = block_at(kb);
+            tile_load<6>(b, 64);
+            tile_load<7>(b + TILE_LANES, 64);
+            tile_load<4>(a + kb * TILE_LANES, 64);
+            tile_dot<0, 4, 6>();
+            tile_dot<1, 4, 7>();
+        }
+    } else {
+        tile_zero<2>();
+        tile_zero<3>();
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            const uint32_t* b = block_at(kb);
+            tile_load<6>(b, 64);
+            tile_load<4>(a + kb * TILE_LANES, 64);
+            tile_load<7>(b + TILE_LANES, 64);
+            tile_load<5>(a_high + kb * TILE_LANES, 64);
+            tile_dot<0, 4, 6>();
+            tile_dot<1, 4, 7>();
+            tile_dot<2, 5, 6>();
+            tile_dot<3, 5, 7>();
+        }
+        tile_store<2>(out + TILE * PANEL, PANEL * 4);
+        tile_store<3>(out + TILE * PANEL + TILE, PANEL * 4);
+    }
+    tile_store<0>(out, PANEL * 4);
+    tile_store<1>(out + TILE, PANEL * 4);
+}
+#endif
+
+// Writes a finished block into out [m, stride], or adds it to what is there; not for paired weights.
+template <bool ADD>
+inline void emit(const Linear& w, long row, long rows, long panel, const float* y, float* out, long stride) {
+    const long columns = std::min(PANEL, w.n - panel * PANEL), whole = columns / W * W;
+    const float* bias = w.bias.empty() ? nullptr : w.bias.data() + panel * PANEL;
+    for (long r = 0; r < rows; ++r, y += PANEL) {
+        float* to = out + (row + r) * stride + panel * PANEL;
+        for (long i = 0; i < whole; i += W) {
+            vf v = load(y + i);
+            if (bias) v += load(bias + i);
+            if (ADD) v += load(to + i);
+            store(to + i, v);
+        }
+        for (long i = whole; i < columns; ++i) to[i] = (y[i] + (bias ? bias[i] : 0.0f)) + (ADD ? to[i] : 0.0f);
+    }
+}
+
+// ---- the whole product -----------------------------------------------------------------------------------------------
+
+// Calls finish(row, rows, panel, y) for each finished block, y being [rows][32] floats; blocks come in any order.
+template <class Finish>
+void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& finish) {
+    constexpr long CHUNK_ROWS = 256;  // their activations stay in the second-level cache while panels pass by
+    const long row_chunks = ceil_div(m, CHUNK_ROWS);
+    const long panels_per_chunk = std::max<long>({1, w.panels / (8 * pool.size()), ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
+    const long panel_chunks = ceil_div(w.panels, panels_per_chunk);
+    pool.run(row_chunks * panel_chunks, [&](long chunk, int) {
+        const long first_row = chunk / panel_chunks * CHUNK_ROWS, last_row = std::min(m, first_row + CHUNK_ROWS);
+        const long first = chunk % panel_chunks * panels_per_chunk, last = std::min(w.panels, first + panels_per_chunk);
+        alignas(64) float y[ROW_BLOCK * PANEL];
+        Memory expanded;
+        for (long panel = first; panel < last; ++panel) {
+            const uint32_t* b = reinterpret_cast<const uint32_t*>(w.block(panel, 0));
+            if (w.format == Q4 || w.format == Q8) {
+                uint32_t* lanes = expanded.reserve<uint32_t>(w.k_blocks * PANEL_LANES);
+                for (long kb = 0; kb < w.k_blocks; ++kb) {
+                    if (w.format == Q4) Q4Block::expand(w.block(panel, kb), lanes + kb * PANEL_LANES);
+                    else Q8Block::expand(w.block(panel, kb), lanes + kb * PANEL_LANES);
+                }
+                b = lanes;
+            }
+            for (long row = first_row; row < last_row; row += ROW_BLOCK) {
+                const long rows = std::min(ROW_BLOCK, last_row - row);
+                if (w.format == F32) {
+                    vector_block<F32Lane>(x.group(row), rows, w.k_blocks, b, y);
+                } else {
+#if PS_AMX
+                    if (row == first_row || rows < ROW_BLOCK) linear_tiles(rows).activate();
+                    tile_block(x.group(row), rows, w.k_blocks, [b](long kb) { return b + kb * PANEL_LANES; }, y);
+#else
+                    vector_block<Bf16Lane>(x.group(row), rows, w.k_blocks, b, y);
+#endif
+                }
+                finish(row, rows, panel, y);
+            }
+        }
+#if PS_AMX
+        if (w.format != F32) release_tiles();
+#endif
+    });
+}
+
+}  // namespace ps

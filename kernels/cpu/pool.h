@@ -1,0 +1,125 @@
+// The threads of the CPU operators.
+//
+// A parallel loop is a number of chunks that threads claim one by one from a counter, so a thread that the system has put
+// aside delays only the chunk it holds.  The caller works too and could do all of it alone, which is what happens in a
+// forked child that has lost the others.  Which thread computes a chunk must never show in the result.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ps {
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+public:
+    static constexpr long MAX_CHUNKS = (1 << 20) - 1;
+
+    explicit Pool(int threads) {
+        for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    }
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stopping_.store(true);
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+    Pool(const Pool&) = delete;
+
+    int size() const { return (int)workers_.size() + 1; }
+
+    // One operator at a time: scratch memory and the chunk counter have a single user.
+    std::mutex& in_use() { return in_use_; }
+
+    // Calls f(chunk, thread) once for every chunk in [0, chunks); thread is in [0, size()), 0 for the caller.
+    template <class F>
+    void run(long chunks, const F& f) {
+        if (workers_.empty() || chunks <= 1) {
+            for (long i = 0; i < chunks; ++i) f(i, 0);
+            return;
+        }
+        function_.store([](const void* context, long chunk, int thread) { (*static_cast<const F*>(context))(chunk, thread); },
+                        std::memory_order_relaxed);
+        context_.store(&f, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        ++region_;
+        ticket_.store((region_ << 40) | ((uint64_t)chunks << 20));
+        if (sleeping_.load() && sleeping_.exchange(false)) {
+            { std::lock_guard<std::mutex> lock(mutex_); }
+            wake_.notify_all();
+        }
+        long mine = 0;
+        for (uint64_t t = ticket_.load(std::memory_order_acquire); next(t) < count(t);)
+            if (ticket_.compare_exchange_weak(t, t + 1, std::memory_order_acq_rel)) {
+                f(next(t), 0);
+                ++mine;
+                t = ticket_.load(std::memory_order_acquire);
+            }
+        for (long spins = 0; done_.load(std::memory_order_acquire) + mine < chunks; ++spins)
+            if (spins < 20000) relax();
+            else std::this_thread::yield();  // more threads than cores: let the one that holds the chunk run
+    }
+
+private:
+    // region (24 bits) | chunks (20) | next chunk (20).  All in one word: a thread that comes late cannot mix two regions.
+    static long count(uint64_t ticket) { return (long)((ticket >> 20) & 0xfffff); }
+    static long next(uint64_t ticket) { return (long)(ticket & 0xfffff); }
+
+    bool has_work() const {
+        uint64_t t = ticket_.load();
+        return next(t) < count(t);
+    }
+
+    void work(int me) {
+        using clock = std::chrono::steady_clock;
+        constexpr auto patience = std::chrono::microseconds(80);  // operators follow each other closely within a step
+        auto idle_since = clock::now();
+        for (long polls = 0; !stopping_.load(std::memory_order_relaxed);) {
+            uint64_t t = ticket_.load(std::memory_order_acquire);
+            if (next(t) < count(t)) {
+                // Stable while this region has unclaimed chunks, and the exchange proves that it still has.
+                auto function = function_.load(std::memory_order_relaxed);
+                auto context = context_.load(std::memory_order_relaxed);
+                if (ticket_.compare_exchange_weak(t, t + 1, std::memory_order_acq_rel)) {
+                    function(context, next(t), me);
+                    done_.fetch_add(1, std::memory_order_release);
+                    polls = 0;
+                }
+                continue;
+            }
+            relax();
+            if (polls++ == 0) idle_since = clock::now();
+            if (polls % 32 || clock::now() - idle_since < patience) continue;
+            std::unique_lock<std::mutex> lock(mutex_);
+            sleeping_.store(true);  // before the last look: whoever publishes work after it sees the flag
+            if (!has_work() && !stopping_.load()) wake_.wait(lock);
+            polls = 0;
+        }
+    }
+
+    std::vector<std::thread> workers_;
+    std::mutex in_use_, mutex_;
+    std::condition_variable wake_;
+    uint64_t region_ = 0;
+    std::atomic<bool> stopping_{false}, sleeping_{false};
+    std::atomic<void (*)(const void*, long, int)> function_{nullptr};
+    std::atomic<const void*> context_{nullptr};
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<long> done_{0};
+};
+
+}  // namespace ps

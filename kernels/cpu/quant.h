@@ -1,0 +1,136 @@
+// Weights in 4 and 8 bits, a scale for each 32 along k, as GGUF files hold them: the file's own bits, laid out anew.
+//
+// A block holds 32 outputs times 32 along k and expands into the two tiles of bf16 that a dense panel would hold there, so
+// what is computed is bit for bit what the dequantised weights would give in bf16; only the reading is cheaper.
+#pragma once
+
+#include "layout.h"
+
+namespace ps {
+
+enum QuantKind { GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q8_0 = 8 };  // GGUF's own numbers
+
+inline size_t gguf_block_bytes(QuantKind kind) { return kind == GGUF_Q4_0 ? 18 : kind == GGUF_Q4_1 ? 20 : 34; }
+
+inline float from_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 0x3ffu, bits;
+    if (exponent == 31) bits = sign | 0x7f800000u | fraction << 13;
+    else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
+    else {
+        float magnitude = (float)fraction * 0x1p-24f;
+        memcpy(&bits, &magnitude, 4);
+        bits |= sign;
+    }
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// The scales of 8 outputs, each twice: a row of a tile holds k and k + 1 of one output beside each other.
+inline void twice8(const uint16_t* halves, float* out) {
+#if PS_LANES == 16
+    const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+    _mm512_storeu_ps(out, _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight)));
+#else
+    for (int i = 0; i < 8; ++i) out[2 * i] = out[2 * i + 1] = from_f16(halves[i]);
+#endif
+}
+
+// w = scale * q + minimum.  Word e of (half, 8 outputs, 8 steps) holds 8 steps' quants of output e / 2, k parity e % 2.
+struct Q4Block {
+    uint16_t scale[PANEL], minimum[PANEL];  // f16
+    uint32_t quants[2][2][2][16];           // [half][8 outputs][8 steps][e]
+    static constexpr size_t BYTES = 4 * PANEL + 16 * PANEL;
+
+    static vf nibble(vu word, int i) {  // the lowest four bits of word >> 4 i, as a float
+        vu shifted = word >> (uint32_t)(4 * i);
+#if PS_LANES == 16
+        const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        return (vf)_mm512_permutexvar_ps((__m512i)shifted, table);  // looks at four bits of the index only
+#else
+        return __builtin_convertvector((vi)(shifted & 15u), vf);
+#endif
+    }
+
+    static void expand(const uint8_t* block, uint32_t* tiles) {
+        const Q4Block& q = *reinterpret_cast<const Q4Block*>(block);
+        for (int half = 0; half < 2; ++half)
+            for (int eight = 0; eight < 2; ++eight) {
+                float scale[16], minimum[16];
+                twice8(q.scale + half * 16 + eight * 8, scale);
+                twice8(q.minimum + half * 16 + eight * 8, minimum);
+                uint16_t* to = reinterpret_cast<uint16_t*>(tiles + half * TILE_LANES) + eight * 16;
+                for (int e = 0; e < 16; e += W) {
+                    vf s = load(scale + e), m = load(minimum + e);
+                    for (int steps = 0; steps < 2; ++steps) {
+                        vu word = load(&q.quants[half][eight][steps][e]);
+                        for (int i = 0; i < 8; ++i) store_bf16(to + (steps * 8 + i) * 32 + e, fma(nibble(word, i), s, m));
+                    }
+                }
+            }
+    }
+};
+static_assert(sizeof(Q4Block) == Q4Block::BYTES);
+
+// w = scale * q.
+struct Q8Block {
+    uint16_t scale[PANEL];     // f16
+    int8_t quants[2][16][32];  // [half][step][output, k parity]
+    static constexpr size_t BYTES = 2 * PANEL + 32 * PANEL;
+
+    static void expand(const uint8_t* block, uint32_t* tiles) {
+        typedef int8_t vb __attribute__((vector_size(W)));
+        const Q8Block& q = *reinterpret_cast<const Q8Block*>(block);
+        for (int half = 0; half < 2; ++half)
+            for (int eight = 0; eight < 2; ++eight) {
+                float scale[16];
+                twice8(q.scale + half * 16 + eight * 8, scale);
+                uint16_t* to = reinterpret_cast<uint16_t*>(tiles + half * TILE_LANES) + eight * 16;
+                for (int e = 0; e < 16; e += W) {
+                    vf s = load(scale + e);
+                    for (int step = 0; step < 16; ++step) {
+                        vb bytes;
+                        memcpy(&bytes, &q.quants[half][step][eight * 16 + e], W);
+                        store_bf16(to + step * 32 + e, __builtin_convertvector(bytes, vf) * s);
+                    }
+                }
+            }
+    }
+};
+static_assert(sizeof(Q8Block) == Q8Block::BYTES);
+
+inline uint16_t negative_eightfold(uint16_t h) {  // -8 h in f16, exact: three up in the exponent
+    uint16_t sign = (h & 0x8000u) ^ 0x8000u, exponent = (h >> 10) & 31u, fraction = h & 0x3ffu;
+    if (!exponent) {
+        uint32_t wide = (uint32_t)fraction << 3;  // subnormal: shift the fraction until it has its leading one
+        if (wide < 0x400u) return (uint16_t)(sign | wide);
+        for (exponent = 1; wide >= 0x800u; ++exponent) wide >>= 1;
+        return (uint16_t)(sign | exponent << 10 | (wide & 0x3ffu));
+    }
+    return (uint16_t)(exponent + 3 >= 31 ? sign | 0x7c00u : sign | (exponent + 3) << 10 | fraction);
+}
+
+// Puts a GGUF block, 32 weights of one output, into a panel's column; the packed block must have been zeroed.
+inline void put_gguf_block(uint8_t* packed, long column, const uint8_t* source, QuantKind kind) {
+    const long half = column / 16, output = column % 16;
+    uint16_t scale;
+    memcpy(&scale, source, 2);
+    if (kind == GGUF_Q8_0) {
+        Q8Block& q = *reinterpret_cast<Q8Block*>(packed);
+        q.scale[column] = scale;
+        for (long k = 0; k < 32; ++k) q.quants[half][k / 2][output * 2 + k % 2] = (int8_t)source[2 + k];
+        return;
+    }
+    Q4Block& q = *reinterpret_cast<Q4Block*>(packed);
+    q.scale[column] = scale;
+    if (kind == GGUF_Q4_1) memcpy(&q.minimum[column], source + 2, 2);
+    else q.minimum[column] = negative_eightfold(scale);
+    const uint8_t* nibbles = source + (kind == GGUF_Q4_1 ? 4 : 2);
+    for (long k = 0; k < 32; ++k) {
+        uint32_t quant = k < 16 ? nibbles[k] & 15u : nibbles[k - 16] >> 4;
+        q.quants[half][output / 8][k / 16][output % 8 * 2 + k % 2] |= quant << (4 * (k / 2 % 8));
+    }
+}
+
+}  // namespace ps
