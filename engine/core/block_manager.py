@@ -112,13 +112,15 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int, prefix: SequenceOf[Block] = ()) -> None:
         """Give a sequence its first table, beginning with the shared blocks of `prefix`.  Raises OutOfBlocks, changing nothing."""
         num_new = self.num_blocks_for(num_tokens) - len(prefix)
-        if self.device.num_free - self.num_taken(prefix) < num_new:
-            raise OutOfBlocks
-        table = list(prefix)
         for block in prefix:
             self.device.share(block)
-        table += [self.device.allocate() for _ in range(num_new)]
-        self._tables[sequence.seq_id] = table
+        try:
+            new = take(self.device, num_new)
+        except OutOfBlocks:
+            for block in reversed(prefix):
+                self.device.release(block)
+            raise
+        self._tables[sequence.seq_id] = [*prefix, *new]
         self._hashes[sequence.seq_id] = [block.prefix_hash for block in prefix if block.prefix_hash is not None]
 
     def append(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy]:
@@ -130,17 +132,16 @@ class BlockManager:
         num_new = -(-num_tokens // self.block_size) - len(table)
         tail = sequence.num_computed_tokens // self.block_size
         must_copy = tail < len(table) and table[tail].ref_count > 1
-        if num_new <= 0 and not must_copy:
-            return []
-        if self.device.num_free < max(num_new, 0) + must_copy:
-            raise OutOfBlocks
+        new = take(self.device, max(num_new, 0) + must_copy)
         copies = []
         if must_copy:
-            shared, own = table[tail], self.device.allocate()
+            shared, own = table[tail], new.pop()
             copies.append(BlockCopy(shared.block_id, own.block_id))
             table[tail] = own
             self.device.release(shared)
-        table += [self.device.allocate() for _ in range(num_new)]
+        elif tail < len(table):
+            self.device.withdraw(table[tail])
+        table += new
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -161,14 +162,10 @@ class BlockManager:
 
     def swap_out(self, sequences: SequenceOf[Sequence]) -> list[BlockCopy]:
         """Move the tables to the swap pool; shared blocks stay shared.  Raises OutOfBlocks, changing nothing."""
-        if self.host.num_free < self.num_distinct(sequences):
-            raise OutOfBlocks
         return self._move(sequences, self._tables, self.device, self._swapped, self.host)
 
     def swap_in(self, sequences: SequenceOf[Sequence]) -> list[BlockCopy]:
         """Move the tables back to the device.  Raises OutOfBlocks, changing nothing."""
-        if self.device.num_free < self.num_distinct(sequences):
-            raise OutOfBlocks
         return self._move(sequences, self._swapped, self.host, self._tables, self.device)
 
     def _move(
@@ -179,17 +176,14 @@ class BlockManager:
         new_tables: dict[int, list[Block]],
         new_pool: BlockPool,
     ) -> list[BlockCopy]:
-        moved: dict[int, Block] = {}
+        block_ids = dict.fromkeys(block.block_id for sequence in sequences for block in tables[sequence.seq_id])
+        moved = dict(zip(block_ids, take(new_pool, len(block_ids)), strict=True))
         for sequence in sequences:
-            table = []
-            for block in tables[sequence.seq_id]:
-                target = moved.get(block.block_id)
-                if target is None:
-                    target = moved[block.block_id] = new_pool.allocate()
-                else:
-                    new_pool.share(target)
-                table.append(target)
-            new_tables[sequence.seq_id] = table
+            new_tables[sequence.seq_id] = [moved[block.block_id] for block in tables[sequence.seq_id]]
+            for target in new_tables[sequence.seq_id]:
+                new_pool.share(target)
+        for target in moved.values():
+            new_pool.release(target)  # the reference it was born with
         for sequence in sequences:
             for block in reversed(tables.pop(sequence.seq_id)):
                 pool.release(block)
@@ -210,3 +204,16 @@ class BlockManager:
                 raise InvariantBroken(f"{name}: {pool.num_free} free and {len(held)} held blocks of {pool.num_blocks}")
         if both := self._tables.keys() & self._swapped.keys():
             raise InvariantBroken(f"sequences {sorted(both)} are on the device and swapped out")
+
+
+def take(pool: BlockPool, num_blocks: int) -> list[Block]:
+    """So many blocks of unknown content, or none: raises OutOfBlocks and has changed nothing then."""
+    taken: list[Block] = []
+    try:
+        for _ in range(num_blocks):
+            taken.append(pool.allocate())
+    except OutOfBlocks:
+        for block in reversed(taken):
+            pool.release(block)
+        raise
+    return taken

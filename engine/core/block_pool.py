@@ -48,9 +48,7 @@ class BlockPool:
         if not self._free:
             raise OutOfBlocks
         _, block = self._free.popitem(last=False)
-        if block.prefix_hash is not None:
-            del self._by_hash[block.prefix_hash]
-            block.prefix_hash = None
+        self.withdraw(block)
         block.ref_count = 1
         return block
 
@@ -82,8 +80,8 @@ class BlockPool:
             block.prefix_hash = prefix_hash
             self._by_hash[prefix_hash] = block
 
-    def forget_all(self) -> None:
-        """Drop every known prefix, for instance because the cached values are no longer valid."""
-        for block in self._by_hash.values():
+    def withdraw(self, block: Block) -> None:
+        """Make a block unfindable before its only holder writes it: one that was forked off within the block."""
+        if block.prefix_hash is not None:
+            del self._by_hash[block.prefix_hash]
             block.prefix_hash = None
-        self._by_hash.clear()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagestream.engine.core.block_manager import BlockManager
 from pagestream.engine.core.config import PreemptionMode, SchedulingPolicy
-from pagestream.engine.core.errors import InvariantBroken
+from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.preemption import PreemptionCosts, PreemptionPolicy
 from pagestream.engine.core.request import Request
@@ -20,6 +20,8 @@ from pagestream.engine.core.seeds import seed_of_answer
 from pagestream.engine.core.sequence import GroupStatus, Sequence, SequenceGroup
 from pagestream.engine.core.step_plan import Admitted, BlockCopy, Sample, ScheduledSequence, StepPlan
 from pagestream.engine.core.stopping import Verdict
+
+MAX_IDLE_PLANS = 3  # in a row: a step may end with a preemption and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class SchedulerCounters:
     num_prefix_hit_tokens: int = 0
     num_recomputed_tokens: int = 0
 
+    def copy(self) -> SchedulerCounters:
+        return replace(self)
+
 
 @dataclass(slots=True)
 class Draft:
@@ -52,7 +57,7 @@ class Draft:
     rows: list[ScheduledSequence] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)
     swap_in: list[BlockCopy] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: dict[int, list[BlockCopy]] = field(default_factory=dict)  # by the sequence that they are for
     admitted: list[Admitted] = field(default_factory=list)
     num_preempted: int = 0
 
@@ -76,6 +81,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_sequences = 0
         self._step_id = 0
+        self._num_idle_plans = 0
 
     # ---- arriving and leaving ---------------------------------------------------------------------------------------
 
@@ -113,7 +119,7 @@ class Scheduler:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide one step.  An empty plan means that nobody is left."""
+        """Decide one step.  A plan may be empty where nobody is left, or where somebody had to give way."""
         self._step_id += 1
         draft = Draft(self.limits.max_num_batched_tokens)
         self._adopt_forks()
@@ -130,14 +136,15 @@ class Scheduler:
             self._admit(draft, reserve)
         if oldest is not None:
             self._place(draft, *oldest, draft.num_tokens_left)
-        if not draft.rows and self._groups:
+        self._num_idle_plans = 0 if draft.rows else self._num_idle_plans + 1
+        if self._groups and self._num_idle_plans > MAX_IDLE_PLANS:
             raise InvariantBroken(f"{len(self._groups)} requests are unfinished and none could be scheduled")
         retired, self._retired = tuple(self._retired), []
         return StepPlan(
             step_id=self._step_id,
             swap_out=tuple(draft.swap_out),
             swap_in=tuple(draft.swap_in),
-            copies=tuple(draft.copies),
+            copies=tuple([copy for copies in draft.copies.values() for copy in copies]),
             admitted=tuple(draft.admitted),
             scheduled=tuple(draft.rows),
             retired_seq_ids=retired,
@@ -243,27 +250,35 @@ class Scheduler:
 
     def _make_room(self, draft: Draft) -> None:
         """Let every running sequence's table cover its tokens; those who must give way for that are preempted."""
-        while True:
+        while self.running:
             wanted = [
                 (sequence, sequence.num_tokens) for group in self.running for sequence in group.unfinished if sequence.fork_source is None
             ]
-            if self.blocks.num_new_blocks(wanted) <= self.blocks.device.num_free:
-                break
+            if self.blocks.num_new_blocks(wanted) <= self.blocks.device.num_free and self._cover(draft, wanted):
+                return
             priority_of = {group.arrival_order: self._order(group)[0] for group in self.running}
-            victim = self._policy.victim(self.running, priority_of)
-            if victim is None:
-                raise InvariantBroken("one request alone does not fit the pool")
-            self._preempt(draft, victim)
+            self._preempt(draft, self._policy.victim(self.running, priority_of) or self.running[0])
+
+    def _cover(self, draft: Draft, wanted: list[tuple[Sequence, int]]) -> bool:
+        """Returns whether all could be covered; what was done for some stays done."""
         for sequence, num_tokens in wanted:
-            copies = self.blocks.append(sequence, num_tokens)
-            if copies:
-                draft.copies += copies
-                self.counters.num_copied_blocks += len(copies)
+            try:
+                self._keep_copies(draft, sequence, self.blocks.append(sequence, num_tokens))
+            except OutOfBlocks:
+                return False
+        return True
+
+    def _keep_copies(self, draft: Draft, sequence: Sequence, copies: list[BlockCopy]) -> None:
+        if copies:
+            draft.copies[sequence.seq_id] = copies
+            self.counters.num_copied_blocks += len(copies)
 
     def _preempt(self, draft: Draft, group: SequenceGroup) -> None:
         draft.num_preempted += 1
         self.running.remove(group)
-        if self._policy.swaps(group):
+        # Blocks that a copy of this very step was to fill have no content yet: they can't be swapped out.
+        is_incomplete = [draft.copies.pop(sequence.seq_id, None) for sequence in group.unfinished]
+        if not any(is_incomplete) and self._policy.swaps(group):
             copies = self.blocks.swap_out(group.unfinished)
             draft.swap_out += copies
             group.timeline.num_swapped_out_blocks += len(copies)
@@ -286,14 +301,18 @@ class Scheduler:
             sequences = group.unfinished
             if not self._has_room(group, self.blocks.num_blocks_to_return(sequences)):
                 return
+            try:
+                copies = self.blocks.swap_in(sequences)
+            except OutOfBlocks:
+                return
             self.swapped.pop(0)
-            copies = self.blocks.swap_in(sequences)
             draft.swap_in += copies
             group.timeline.num_swapped_in_blocks += len(copies)
             self.counters.num_swapped_in_blocks += len(copies)
             self._run(group)
+            if not self._cover(draft, [(sequence, sequence.num_tokens) for sequence in sequences]):
+                return  # the next step makes room for it
             for sequence in sequences:
-                draft.copies += self.blocks.append(sequence, sequence.num_tokens)
                 self._place(draft, group, sequence, draft.num_tokens_left - reserve)
 
     def _admit(self, draft: Draft, reserve: int) -> None:
@@ -311,8 +330,11 @@ class Scheduler:
             num_blocks += sum(self.blocks.num_blocks_for(other.num_tokens) - num_shared for other in others)
             if not self._has_room(group, num_blocks):
                 return
+            try:
+                self.blocks.allocate(first, first.num_tokens, prefix)
+            except OutOfBlocks:
+                return
             self.waiting.pop(0)
-            self.blocks.allocate(first, first.num_tokens, prefix)
             self._count_admission(group, first, len(prefix) * self.blocks.block_size, is_scored)
             for other in others:
                 other.fork_source, other.num_computed_tokens = first, 0

@@ -1,0 +1,75 @@
+"""The engine: everything from a prompt to its tokens.  These names are public; all else is the engine's own."""
+
+from typing import TYPE_CHECKING, Any
+
+from pagestream.engine.core.config import EngineConfig
+from pagestream.engine.core.errors import (
+    ClientError,
+    ContextLengthExceeded,
+    EngineDead,
+    EngineError,
+    EngineFault,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    StartError,
+)
+from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, fold
+from pagestream.engine.core.request import Fault
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.step_plan import TokenLogprobs
+from pagestream.engine.engine_args import EngineArgs
+from pagestream.engine.metrics import EngineListener, RequestStats, StepStats
+
+if TYPE_CHECKING:
+    from pagestream.engine.async_llm_engine import AsyncLLMEngine
+    from pagestream.engine.llm import LLM
+    from pagestream.engine.llm_engine import LLMEngine
+    from pagestream.engine.output_stream import OutputStream
+
+# Imported when asked for: they bring torch with them, which takes seconds.
+LAZY = {
+    "LLM": "pagestream.engine.llm",
+    "LLMEngine": "pagestream.engine.llm_engine",
+    "AsyncLLMEngine": "pagestream.engine.async_llm_engine",
+    "OutputStream": "pagestream.engine.output_stream",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "ClientError",
+    "CompletionOutput",
+    "ContextLengthExceeded",
+    "EngineArgs",
+    "EngineConfig",
+    "EngineDead",
+    "EngineError",
+    "EngineFault",
+    "EngineListener",
+    "Fault",
+    "FinishReason",
+    "InvalidRequest",
+    "LLMEngine",
+    "ModelShape",
+    "OutputStream",
+    "Overloaded",
+    "RequestFailed",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+    "StartError",
+    "StepStats",
+    "TokenLogprobs",
+    "Usage",
+    "fold",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(LAZY[name]), name)

@@ -1,0 +1,74 @@
+"""How many may wait: a bounded queue, refused early and with an honest guess of when to come back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagestream.engine.core.errors import Overloaded
+from pagestream.engine.core.request import Request
+from pagestream.engine.llm_engine import LLMEngine
+
+RATE_WINDOW = 64  # finished requests whose pace says how fast the queue moves
+MAX_RETRY_AFTER_S = 120.0  # clients do not honour a longer wait
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    max_num_reqs: int  # waiting requests
+    max_num_tokens: int | None  # prompt tokens of waiting requests; None: no limit
+
+
+class AdmissionControl:
+    """Counts as queued whatever is beyond the sequences that may run at once.  Event loop's thread only."""
+
+    def __init__(self, engine: LLMEngine, limits: QueueLimits):
+        self._engine = engine
+        self._limits = limits
+        self._finished_s: deque[float] = deque(maxlen=RATE_WINDOW)
+        self.is_draining = False
+
+    def check(self, num_requests: int, num_sequences: int, inbox: Sequence[Request]) -> None:
+        """Raises Overloaded unless so many more requests, of so many sequences each, may come in."""
+        if self.is_draining:
+            self._refuse("draining", "the server is shutting down and takes no new requests", 5.0)
+        max_num_seqs = self._engine.intake.limits.max_num_seqs
+        scheduler = self._engine.scheduler
+        sizes = [group.num_live_sequences for queue in (scheduler.running, scheduler.swapped, scheduler.waiting) for group in list(queue)]
+        sizes += [request.sampling_params.num_sequences for request in inbox]
+        num_queued = num_beyond(sizes + [num_sequences] * num_requests, max_num_seqs)
+        if num_queued > self._limits.max_num_reqs:
+            what = f"{num_beyond(sizes, max_num_seqs)} requests are waiting; the queue holds {self._limits.max_num_reqs}"
+            self._refuse("queue_full", what, self._retry_after_s(num_requests))
+        if self._limits.max_num_tokens is not None and num_queued > 0:
+            num_tokens = sum(len(group.request.prompt_token_ids) for group in list(scheduler.waiting))
+            num_tokens += sum(len(request.prompt_token_ids) for request in inbox)
+            if num_tokens > self._limits.max_num_tokens:
+                what = f"{num_tokens} prompt tokens are waiting; the queue holds {self._limits.max_num_tokens}"
+                self._refuse("queue_tokens", what, self._retry_after_s(num_requests))
+
+    def finished(self) -> None:
+        self._finished_s.append(time.monotonic())
+
+    def _refuse(self, reason: str, message: str, retry_after_s: float) -> None:
+        self._engine.watch.rejected(reason)
+        raise Overloaded(message, retry_after_s=retry_after_s, draining=reason == "draining")
+
+    def _retry_after_s(self, num_requests: int) -> float:
+        """When so many places are likely to be free, at the pace at which requests have finished lately."""
+        if len(self._finished_s) < 2:
+            return 1.0
+        span_s = time.monotonic() - self._finished_s[0]
+        return min(MAX_RETRY_AFTER_S, num_requests * span_s / len(self._finished_s))
+
+
+def num_beyond(sizes: Sequence[int], max_num_seqs: int) -> int:
+    """How many of these requests, served in this order, do not fit among the sequences that run at once."""
+    num_running = 0
+    for index, size in enumerate(sizes):
+        num_running += size
+        if num_running > max_num_seqs:
+            return len(sizes) - index
+    return 0

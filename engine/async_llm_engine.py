@@ -1,0 +1,238 @@
+"""The step loop as a background task: many streams over one engine, none of which waits for another's reader."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pagestream.engine.admission import AdmissionControl
+from pagestream.engine.core.errors import EngineDead, InvalidRequest
+from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.core.outputs import RequestOutput
+from pagestream.engine.core.request import Fault, Request
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.engine_args import EngineArgs
+from pagestream.engine.factory import BuiltEngine, build_engine
+from pagestream.engine.intake import RequestOptions
+from pagestream.engine.metrics import EngineListener, StepStats
+from pagestream.engine.output_stream import OutputStream
+from pagestream.engine.text.chat_template import ChatTemplate
+from pagestream.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLMEngine:
+    """Everything here runs on the event loop's thread but the steps and the tokenizing, which have threads of their own.
+
+    The loop task awaits each step before it touches the engine again, so the engine's state needs no lock.
+    """
+
+    def __init__(self, built: BuiltEngine):
+        self._built = built
+        self._engine = built.engine
+        self._admission = AdmissionControl(built.engine, built.queue_limits)
+        self._streams: dict[str, OutputStream] = {}
+        self._added: list[Request] = []
+        self._aborted: list[str] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="pagestream-step")
+        self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="pagestream-text")
+        self._death: EngineDead | None = None
+        self._step_started_s: float | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, listener: EngineListener | None = None) -> AsyncLLMEngine:
+        """Load the model, size the cache, warm up.  Blocks; raises StartError."""
+        return cls(build_engine(args.to_config(), listener))
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def model_shape(self) -> ModelShape:
+        return self._built.shape
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.intake.limits.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._built.tokenizer
+
+    @property
+    def kv_summary(self) -> str:
+        """One line: how many tokens and how many requests of full length the KV cache holds."""
+        return self._built.kv_summary
+
+    @property
+    def is_ready(self) -> bool:
+        return self._loop_task is not None and self._death is None and not self._admission.is_draining
+
+    @property
+    def is_dead(self) -> bool:
+        return self._death is not None
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the step in progress has been running; 0 between steps."""
+        return 0.0 if self._step_started_s is None else time.monotonic() - self._step_started_s
+
+    def stats(self) -> StepStats:
+        return self._engine.stats()
+
+    def render_chat(self, messages: list[dict], **options: object) -> str:
+        """The prompt that the model's chat template makes of the messages.  Raises InvalidRequest."""
+        return self._chat_template.render(messages, **options)
+
+    @property
+    def _chat_template(self) -> ChatTemplate:
+        return self._built.chat_template
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._loop_task is None:
+            self._loop_task = asyncio.create_task(self._run(), name="pagestream-step-loop")
+
+    async def stop(self) -> None:
+        """End the loop after the step in progress; streams still open end with EngineDead."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+            self._loop_task = None
+        self._die(EngineDead("the engine was stopped"))
+        self._step_thread.shutdown(wait=True)
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those that run; returns whether all of them ended in time."""
+        self._admission.is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def add_requests(
+        self,
+        request_id: str,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams,
+        *,
+        param: str = "prompt",
+        priority: int = 0,
+        cache_salt: str = "",
+        fault: Fault | None = None,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[OutputStream]:
+        """Check all prompts and admit them all, or none: one stream each, in their order.
+
+        Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
+        """
+        arrival_time_s = time.monotonic()
+        options = RequestOptions(priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens)
+        self._check_open(len(prompts), params)
+        if f"{request_id}-0" in self._streams:
+            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
+
+        def make() -> list[Request]:
+            return [
+                self._engine.intake.make_request(
+                    f"{request_id}-{index}", prompt, params, arrival_time_s=arrival_time_s, options=options, param=param
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+
+        requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, make)
+        self._check_open(len(prompts), params)  # again: others may have come meanwhile
+        return [self._admit(request) for request in requests]
+
+    async def generate(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        """Deltas of one request.  Leaving the iteration early aborts it."""
+        (stream,) = await self.add_requests(request_id, [prompt], sampling_params)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+    def abort(self, request_id: str) -> None:
+        """End all requests that were added under this id, or one of them by its own.  Synchronous; takes effect between steps."""
+        for known in [known for known in self._streams if known == request_id or known.rpartition("-")[0] == request_id]:
+            self._abort_one(known)
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _check_open(self, num_requests: int, params: SamplingParams) -> None:
+        if self._death is not None:
+            raise self._death
+        self._admission.check(num_requests, params.num_sequences, self._added)
+
+    def _admit(self, request: Request) -> OutputStream:
+        stream = OutputStream(request.request_id, request.prompt_token_ids, self._abort_one)
+        self._streams[request.request_id] = stream
+        self._added.append(request)
+        self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def _abort_one(self, request_id: str) -> None:
+        if request_id in self._streams:
+            self._aborted.append(request_id)
+            self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._take_inbox()
+                if not self._engine.has_unfinished_requests():
+                    self._idle.set()
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                self._step_started_s = time.monotonic()
+                outputs = await loop.run_in_executor(self._step_thread, self._engine.step)
+                self._step_started_s = None
+                self._distribute(outputs)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("the step loop has ended")
+            self._die(error if isinstance(error, EngineDead) else EngineDead(f"the engine failed: {error}"))
+
+    def _take_inbox(self) -> None:
+        added, self._added = self._added, []
+        for request in added:
+            self._engine.admit(request)
+        aborted, self._aborted = self._aborted, []
+        self._distribute(self._engine.abort_request(aborted))
+
+    def _distribute(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+            if output.finished:
+                self._streams.pop(output.request_id, None)
+                self._admission.finished()
+
+    def _die(self, death: EngineDead) -> None:
+        if self._death is None:
+            self._death = death
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(self._death)
+        self._idle.set()

@@ -1,0 +1,120 @@
+"""The offline door: prompts in, whole answers out, in the order of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from pagestream.engine.core.errors import EngineFault, InvalidRequest
+from pagestream.engine.core.outputs import RequestOutput, fold
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.engine_args import EngineArgs
+from pagestream.engine.llm_engine import LLMEngine
+
+
+class LLM:
+    """A model in this process.  Arguments as vLLM's LLM has them; one that is not supported raises StartError naming it."""
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float | None = None,
+        enforce_eager: bool = False,
+        max_context_len_to_capture: int = 8192,
+        disable_custom_all_reduce: bool = False,
+        **engine_options: Any,
+    ):
+        args = EngineArgs.from_options({
+            "model": model,
+            "tokenizer": tokenizer,
+            "tokenizer_mode": tokenizer_mode,
+            "trust_remote_code": trust_remote_code,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "quantization": quantization,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+            "seed": seed,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "swap_space": swap_space,
+            "enforce_eager": enforce_eager,
+            "max_context_len_to_capture": max_context_len_to_capture,
+            "disable_custom_all_reduce": disable_custom_all_reduce,
+            **engine_options,
+        })
+        self.llm_engine = LLMEngine.from_engine_args(args)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        multi_modal_data: None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs come in the order of the prompts.
+
+        Prompts are texts or, through `prompt_token_ids`, token ids (which go before the texts where both are given).
+        One SamplingParams for all, or one each.  Raises ValueError for no prompts at all, lists of different lengths, and
+        arguments that are not supported; nothing is generated then.  Raises EngineFault if a prompt's computation fails.
+        """
+        for name, value in (("lora_request", lora_request), ("multi_modal_data", multi_modal_data)):
+            if value is not None:
+                raise InvalidRequest(f"{name} is not supported", param=name)
+        texts = [prompts] if isinstance(prompts, str) else None if prompts is None else list(prompts)
+        if texts is None and prompt_token_ids is None:
+            raise ValueError("either prompts or prompt_token_ids must be given")
+        if texts is not None and prompt_token_ids is not None and len(texts) != len(prompt_token_ids):
+            raise ValueError(f"{len(texts)} prompts and {len(prompt_token_ids)} lists of prompt_token_ids were given")
+        asked: Sequence[str | Sequence[int]] = prompt_token_ids if prompt_token_ids is not None else texts or []
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(asked)
+        if len(params) != len(asked):
+            raise ValueError(f"{len(asked)} prompts and {len(params)} sampling_params were given")
+        request_ids = self._add_all(asked, texts, params)
+        return self._run(request_ids, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.intake.tokenizer
+
+    def _add_all(
+        self, asked: Sequence[str | Sequence[int]], texts: Sequence[str] | None, params: Sequence[SamplingParams]
+    ) -> list[str]:
+        request_ids: list[str] = []
+        try:
+            for prompt, one in zip(asked, params, strict=True):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                self.llm_engine.add_request(request_id, prompt, one)
+                request_ids.append(request_id)
+        except Exception:
+            self.llm_engine.abort_request(request_ids)
+            raise
+        return request_ids
+
+    def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+        deltas: dict[str, list[RequestOutput]] = {request_id: [] for request_id in request_ids}
+        try:
+            with tqdm(total=len(request_ids), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as progress:
+                while self.llm_engine.has_unfinished_requests():
+                    for output in self.llm_engine.step():
+                        deltas[output.request_id].append(output)
+                        progress.update(output.finished)
+                        if output.error is not None:
+                            raise EngineFault(f"prompt {request_ids.index(output.request_id)}: {output.error}")
+        finally:
+            self.llm_engine.abort_request(list(request_ids))  # those that are left, if the loop was left early
+        return [fold(deltas[request_id]) for request_id in request_ids]

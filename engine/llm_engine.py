@@ -1,0 +1,131 @@
+"""One step after the other: schedule, execute, judge, commit.  The offline and the async door both drive this."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from pagestream.engine.core.errors import InvalidRequest
+from pagestream.engine.core.outputs import FinishReason, RequestOutput
+from pagestream.engine.core.request import Request
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.scheduler import Scheduler
+from pagestream.engine.core.step_plan import StepPlan
+from pagestream.engine.engine_args import EngineArgs
+from pagestream.engine.intake import Intake, RequestOptions
+from pagestream.engine.isolation import execute_isolated
+from pagestream.engine.metrics import EngineListener, StepStats
+from pagestream.engine.output_processor import OutputProcessor
+from pagestream.engine.runner.executor import Executor
+from pagestream.engine.watch import RequestWatch, StepTimes
+
+
+class LLMEngine:
+    """Single-threaded: whoever calls, calls from one thread at a time.  Between steps its state is consistent."""
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        scheduler: Scheduler,
+        executor: Executor,
+        outputs: OutputProcessor,
+        listener: EngineListener | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.intake = intake
+        self.scheduler = scheduler
+        self._executor = executor
+        self._outputs = outputs
+        self._clock = clock
+        self.watch = RequestWatch(listener, clock)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, listener: EngineListener | None = None) -> LLMEngine:
+        """Load the model and size the cache.  Raises StartError."""
+        from pagestream.engine.factory import build_engine
+
+        return build_engine(engine_args.to_config(), listener).engine
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        options: RequestOptions | None = None,
+    ) -> None:
+        """Check and queue one request.  Raises ClientError, naming the field; then nothing was queued."""
+        if self.scheduler.group(request_id) is not None:
+            raise InvalidRequest(f"request_id {request_id!r} is in use", param="request_id")
+        params = sampling_params or SamplingParams()
+        self.admit(self.intake.make_request(request_id, prompt, params, arrival_time_s=self._clock(), options=options))
+
+    def admit(self, request: Request) -> None:
+        """Queue a request that the intake has checked."""
+        group = self.scheduler.add(request)
+        self._outputs.add(request, group.sequences[0].seq_id)
+        self.watch.arrived(request)
+
+    def abort_request(self, request_id: str | Sequence[str]) -> list[RequestOutput]:
+        """End one request or several now; returns their last outputs.  Those that are not here are passed over."""
+        request_ids = [request_id] if isinstance(request_id, str) else request_id
+        ended = [self._end(each, FinishReason.ABORT) for each in request_ids]
+        return [output for output in ended if output is not None]
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.num_unfinished > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.scheduler.num_unfinished
+
+    # ---- the heart --------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns the news of every request that has some.
+
+        A request whose own computation fails ends with FinishReason.ERROR and `error` set; the others go on as if it had
+        never been there.  Raises EngineDead if nothing can be computed any more.
+        """
+        if not self.has_unfinished_requests():
+            return []
+        times = StepTimes(self._clock)
+        plan = self.scheduler.schedule()
+        times.scheduled()
+        self._note_first_steps(plan)
+        result = execute_isolated(self._executor, plan)
+        times.executed()
+        judgement = self._outputs.judge(plan, result)
+        self.scheduler.commit(plan, judgement.verdicts)
+        outputs = judgement.outputs + self._end_failed(judgement.failed)
+        times.judged()
+        self.watch.step_done(plan, outputs, self.stats(times, plan.num_tokens))
+        return outputs
+
+    def stats(self, times: StepTimes | None = None, num_tokens: int = 0) -> StepStats:
+        """The gauges of this moment; with `times`, also what the last step took."""
+        scheduler = self.scheduler
+        return self.watch.step_stats(scheduler, times, num_tokens)
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _note_first_steps(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            group = self.scheduler.group_of(admitted.seq_id)
+            request_id = group.request.request_id
+            if self.watch.first_scheduled(request_id):
+                self._outputs.set_num_cached(request_id, group.timeline.num_cached_tokens)
+
+    def _end_failed(self, failed: dict[int, str]) -> list[RequestOutput]:
+        ended = {self.scheduler.group_of(seq_id).request.request_id: why for seq_id, why in failed.items()}
+        outputs = [self._end(request_id, FinishReason.ERROR, why) for request_id, why in ended.items()]
+        return [output for output in outputs if output is not None]
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> RequestOutput | None:
+        group = self.scheduler.finish(request_id, reason)
+        output = self._outputs.end(request_id, reason, error)
+        if output is not None and group is not None:
+            self.watch.ended(output, reason)
+        return output

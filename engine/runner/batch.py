@@ -1,0 +1,63 @@
+"""StepPlan to tensors: the only place that flattens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagestream.engine.attention.base import AttentionMetadata
+from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The ragged batch of one step, and which of its token rows want logits."""
+
+    input_ids: Tensor  # [T] int64
+    metadata: AttentionMetadata
+    sampling: tuple[ScheduledSequence, ...]  # those with samples, in the plan's order
+    sampling_rows: Tensor  # [R] int64: the last token of each of them
+    scored: tuple[tuple[ScheduledSequence, int], ...]  # prompt logprobs: the sequence, and the row of its first token
+
+
+def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+    """Flatten the scheduled sequences in their order.  The plan must have at least one."""
+    scheduled = plan.scheduled
+    lengths = np.fromiter((len(row.token_ids) for row in scheduled), np.int64, len(scheduled))
+    starts = np.fromiter((row.start for row in scheduled), np.int64, len(scheduled))
+    query_start = np.zeros(len(scheduled) + 1, np.int64)
+    np.cumsum(lengths, out=query_start[1:])
+    num_tokens = int(query_start[-1])
+    row_of_token = np.repeat(np.arange(len(scheduled)), lengths)
+    positions = np.arange(num_tokens) - query_start[row_of_token] + starts[row_of_token]
+    tables = np.zeros((len(scheduled), max(len(row.block_table) for row in scheduled)), np.int32)
+    for index, row in enumerate(scheduled):
+        tables[index, : len(row.block_table)] = row.block_table
+    slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    input_ids = np.fromiter(chain.from_iterable(row.token_ids for row in scheduled), np.int64, num_tokens)
+    seq_lens = starts + lengths
+
+    def tensor(array: np.ndarray) -> Tensor:
+        on_host = torch.from_numpy(array)
+        return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+
+    sampling = [index for index, row in enumerate(scheduled) if row.samples]
+    return Batch(
+        input_ids=tensor(input_ids),
+        metadata=AttentionMetadata(
+            positions=tensor(positions),
+            slot_mapping=tensor(slots),
+            query_start=tensor(query_start.astype(np.int32)),
+            seq_lens=tensor(seq_lens.astype(np.int32)),
+            block_tables=tensor(tables),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(seq_lens.max()),
+        ),
+        sampling=tuple(scheduled[index] for index in sampling),
+        sampling_rows=tensor(query_start[1:][sampling] - 1),
+        scored=tuple((row, int(query_start[index])) for index, row in enumerate(scheduled) if row.scored_token_ids),
+    )

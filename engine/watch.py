@@ -1,0 +1,154 @@
+"""Clocks and counts: when each request reached which edge, and how long each part of a step took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pagestream.engine.core.outputs import FinishReason, RequestOutput
+from pagestream.engine.core.request import Request
+from pagestream.engine.core.scheduler import Scheduler, SchedulerCounters
+from pagestream.engine.core.step_plan import StepPlan
+from pagestream.engine.metrics import EngineListener, RequestStats, StepStats
+
+Clock = Callable[[], float]
+
+
+class StepTimes:
+    """How long the parts of one step took, in seconds."""
+
+    __slots__ = ("_clock", "_last", "execute_s", "judge_s", "schedule_s")
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._last = clock()
+        self.schedule_s = self.execute_s = self.judge_s = 0.0
+
+    def _lap(self) -> float:
+        now = self._clock()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+    def scheduled(self) -> None:
+        self.schedule_s = self._lap()
+
+    def executed(self) -> None:
+        self.execute_s = self._lap()
+
+    def judged(self) -> None:
+        self.judge_s = self._lap()
+
+
+@dataclass(slots=True)
+class Edges:
+    """When one request reached what; None for not yet."""
+
+    request: Request
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: dict[int, float] = field(default_factory=dict)  # by the answer's index
+
+
+class RequestWatch:
+    """Tells the listener, if there is one.  Keeps nothing of a request that has ended."""
+
+    def __init__(self, listener: EngineListener | None, clock: Clock):
+        self._listener = listener
+        self._clock = clock
+        self._open: dict[str, Edges] = {}
+        self._told = SchedulerCounters()  # what earlier step_done calls have reported
+        self.num_finished = 0
+        self.last_step_s: float | None = None  # when the last step ended
+
+    def arrived(self, request: Request) -> None:
+        self._open[request.request_id] = Edges(request)
+
+    def first_scheduled(self, request_id: str) -> bool:
+        """Note that a request is in a step; returns whether it is its first."""
+        edges = self._open[request_id]
+        if edges.scheduled_s is not None:
+            return False
+        edges.scheduled_s = self._clock()
+        return True
+
+    def rejected(self, reason: str) -> None:
+        if self._listener is not None:
+            self._listener.request_rejected(reason)
+
+    def step_done(self, plan: StepPlan, outputs: Iterable[RequestOutput], stats: StepStats) -> None:
+        now = self.last_step_s = self._clock()
+        for output in outputs:
+            self._count_tokens(output, now)
+            if output.finished and output.request_id in self._open:
+                reason = output.outputs[0].finish_reason if output.outputs else None
+                self.ended(output, reason or FinishReason.STOP)
+        if self._listener is not None:
+            self._listener.step_done(stats)
+
+    def ended(self, output: RequestOutput, reason: FinishReason) -> None:
+        edges = self._open.pop(output.request_id, None)
+        if edges is None:
+            return
+        self.num_finished += 1
+        if self._listener is None:
+            return
+        request, usage = edges.request, output.usage
+        self._listener.request_finished(
+            RequestStats(
+                request_id=request.request_id,
+                finish_reason=reason,
+                num_prompt_tokens=usage.num_prompt_tokens,
+                num_output_tokens=usage.num_output_tokens,
+                num_cached_tokens=usage.num_cached_tokens,
+                n=request.sampling_params.n,
+                max_tokens=request.max_tokens,
+                arrival_s=request.arrival_time_s,
+                scheduled_s=edges.scheduled_s,
+                first_token_s=edges.first_token_s,
+                finished_s=self._clock(),
+            )
+        )
+
+    def step_stats(self, scheduler: Scheduler, times: StepTimes | None, num_tokens: int) -> StepStats:
+        blocks = scheduler.blocks.device
+        new = scheduler.counters
+        old = self._told
+        stats = StepStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_swapped=len(scheduler.swapped),
+            num_used_blocks=blocks.num_blocks - blocks.num_free,
+            num_blocks=blocks.num_blocks,
+            num_scheduled_tokens=num_tokens,
+            num_preempted_recompute=new.num_preempted_recompute - old.num_preempted_recompute,
+            num_preempted_swap=new.num_preempted_swap - old.num_preempted_swap,
+            num_swapped_out_blocks=new.num_swapped_out_blocks - old.num_swapped_out_blocks,
+            num_swapped_in_blocks=new.num_swapped_in_blocks - old.num_swapped_in_blocks,
+            num_copied_blocks=new.num_copied_blocks - old.num_copied_blocks,
+            num_prefix_queried_tokens=new.num_prefix_queried_tokens - old.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=new.num_prefix_hit_tokens - old.num_prefix_hit_tokens,
+            num_recomputed_tokens=new.num_recomputed_tokens - old.num_recomputed_tokens,
+            schedule_s=times.schedule_s if times else 0.0,
+            execute_s=times.execute_s if times else 0.0,
+            judge_s=times.judge_s if times else 0.0,
+        )
+        if times is not None:
+            self._told = new.copy()
+        return stats
+
+    def _count_tokens(self, output: RequestOutput, now: float) -> None:
+        edges = self._open.get(output.request_id)
+        if edges is None:
+            return
+        if edges.first_token_s is None and (output.outputs or output.finished):
+            edges.first_token_s = now
+            if self._listener is not None:
+                self._listener.prompt_computed(output.usage.num_prompt_tokens, output.usage.num_cached_tokens)
+                self._listener.first_token(now - edges.request.arrival_time_s)
+        if self._listener is None:
+            return
+        for answer in output.outputs:
+            if answer.token_ids:
+                last = edges.last_token_s.get(answer.index)
+                self._listener.tokens_emitted(len(answer.token_ids), None if last is None else now - last)
+                edges.last_token_s[answer.index] = now
