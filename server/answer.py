@@ -1,0 +1,205 @@
+"""The engine's deltas to the choices of one answer.  A whole answer is the fold of what a stream would have sent, so they can't differ."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pagestream.engine import CompletionOutput, FinishReason, RequestFailed, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagestream.server.logprobs import ScoredToken, Vocabulary, prompt_logprobs
+from pagestream.server.protocol import GenerationRequest
+
+if TYPE_CHECKING:
+    from pagestream.engine import OutputStream
+
+UNSOUND = (FinishReason.ABORT, FinishReason.ERROR)  # told as an error, never as a finish_reason
+
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice gained."""
+
+    index: int
+    text: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)
+    prompt_logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def is_empty(self) -> bool:
+        return not (self.text or self.tokens or self.finish_reason or self.prompt_logprobs is not None)
+
+
+def fold_pieces(pieces: list[Piece]) -> Piece:
+    last = pieces[-1]
+    return Piece(
+        last.index,
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+@dataclass(slots=True)
+class PromptPart:
+    """What a request asked to hear about its own prompt: told in one piece, before the answer's first, once all of it is there."""
+
+    is_due: bool
+    scores: list[TokenLogprobs | None] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+
+class Answer(ABC):
+    """One request's answer: choice i * n + j is the j-th to prompt i.  The two kinds differ in how a piece is written."""
+
+    object_name: str  # of a whole answer
+    chunk_name: str  # of a stream's chunks
+    id_prefix: str
+
+    def __init__(self, request: GenerationRequest, params: SamplingParams, model: str):
+        self.request = request
+        self.params = params
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+        self.streams: Sequence[OutputStream] = ()
+        self._usages: list[Usage] = []
+        self._prompt_parts: list[PromptPart] = []
+        self._ends: list[int] = []  # of each choice's text so far, counting the text of all its tokens
+
+    def begin(self, streams: Sequence[OutputStream], vocabulary: Vocabulary) -> None:
+        """From here on the streams are this answer's, to be read and aborted."""
+        self.streams = streams
+        self.vocabulary = vocabulary
+        self._usages = [Usage(num_prompt_tokens=len(stream.prompt_token_ids)) for stream in streams]
+        is_due = self.wants_echo or self.params.prompt_logprobs is not None
+        self._prompt_parts = [PromptPart(is_due) for _ in streams]
+        self._ends = [0] * (len(streams) * self.params.n)
+
+    def abort(self) -> None:
+        """Synchronous, so that it also works where an await would be cancelled; nothing happens to what has ended."""
+        for stream in self.streams:
+            stream.abort()
+
+    @property
+    def wants_echo(self) -> bool:
+        return False
+
+    def prompt_text(self, output: RequestOutput) -> str:
+        """Only asked where the prompt is echoed."""
+        raise AssertionError("only completions echo")
+
+    # Reading
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What each delta of the engine brings, as it comes.  Raises EngineFault where a request did not end well."""
+        async for prompt_index, output in merged(self.streams):
+            self._usages[prompt_index] = output.usage
+            yield [*self._of_prompt(prompt_index, output), *(self._of_answer(prompt_index, new) for new in output.outputs)]
+            if any(new.finish_reason in UNSOUND for new in output.outputs):
+                raise RequestFailed(output.error or "the request was aborted")
+
+    def _of_prompt(self, prompt_index: int, output: RequestOutput) -> Iterator[Piece]:
+        part = self._prompt_parts[prompt_index]
+        if not part.is_due:
+            return
+        part.scores += output.prompt_logprobs or ()
+        part.texts += output.prompt_token_texts or ()
+        if self.params.prompt_logprobs is not None and len(part.scores) < len(self.streams[prompt_index].prompt_token_ids):
+            return
+        part.is_due = False
+        text = self.prompt_text(output) if self.wants_echo else ""
+        tokens: list[ScoredToken] = []
+        if self.wants_echo and self.params.logprobs is not None:
+            # A begin-of-sequence token has a name but no place in the text: it counts backwards from the text's start.
+            offsets = itertools.accumulate(map(len, part.texts), initial=len(text) - sum(map(len, part.texts)))
+            tokens = [ScoredToken(*parts) for parts in zip(part.texts, (max(0, at) for at in offsets), part.scores, strict=False)]
+        asked = self.request.prompt_logprobs
+        scores = None if asked is None else prompt_logprobs(part.scores, asked, self.vocabulary)
+        for index in range(prompt_index * self.params.n, (prompt_index + 1) * self.params.n):
+            self._ends[index] = len(text)
+            yield Piece(index, text, tokens, scores)
+
+    def _of_answer(self, prompt_index: int, new: CompletionOutput) -> Piece:
+        index = prompt_index * self.params.n + new.index
+        tokens = []
+        if new.logprobs is not None:
+            for text, scores in zip(new.token_texts or (), new.logprobs, strict=True):
+                tokens.append(ScoredToken(text, self._ends[index], scores))
+                self._ends[index] += len(text)
+        reason = None if new.finish_reason is None or new.finish_reason in UNSOUND else new.finish_reason.value
+        return Piece(index, new.text, tokens, None, reason, new.stop_reason)
+
+    # Writing
+
+    @abstractmethod
+    def chunk_choices(self, piece: Piece) -> list[dict[str, Any]]:
+        """The choices to be sent for a piece, one per chunk."""
+
+    @abstractmethod
+    def whole_choice(self, piece: Piece) -> dict[str, Any]: ...
+
+    def head(self, object_name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "system_fingerprint": None}
+
+    def usage(self) -> dict[str, Any]:
+        """So far; each prompt counts once, from the start, whatever n is."""
+        num_prompt = sum(usage.num_prompt_tokens for usage in self._usages)
+        num_output = sum(usage.num_output_tokens for usage in self._usages)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in self._usages)},
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        found: dict[int, list[Piece]] = {}
+        try:
+            async for pieces in self.pieces():
+                for piece in pieces:
+                    found.setdefault(piece.index, []).append(piece)
+        finally:
+            self.abort()
+        choices = [self.whole_choice(fold_pieces(found[index])) for index in sorted(found)]
+        return {**self.head(self.object_name), "choices": choices, "usage": self.usage()}
+
+
+async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of all streams as they come, each with its stream's place.
+
+    At most one output of each is held here, so that what a slow reader leaves behind is merged in the streams.
+    """
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {asyncio.ensure_future(next_output(stream)): place for place, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                place = waiting.pop(task)
+                output = task.result()
+                if output is not None:
+                    yield place, output
+                    waiting[asyncio.ensure_future(next_output(streams[place]))] = place
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def next_output(stream: OutputStream) -> RequestOutput | None:
+    """None at the end, since an exception that ends iteration can't be a task's."""
+    return await anext(stream, None)

@@ -1,0 +1,79 @@
+"""The options of `pagestream serve`: names and sizes as vLLM's users know them; each is also an environment variable."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from pagestream.engine import EngineArgs, StartError
+from pagestream.server.settings import MIB, ServerSettings
+
+MODEL, CACHE, SCHEDULING, DEVICE, SERVER, TESTING = "Model", "KV cache", "Scheduling", "Device", "Server", "Testing"
+
+# As vLLM reads them: 32k is 32,000 and 32K is 32,768.
+COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+BYTE_UNITS = {"": 2**30, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def count(text: str) -> int:
+    """8192, 8k or 8K.  Raises BadParameter."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([kmgKMG]?)", text.strip())
+    if not found:
+        raise typer.BadParameter(f"{text!r} is not a count such as 8192, 8k (8,000) or 8K (8,192)")
+    return int(float(found[1]) * COUNT_UNITS[found[2]])
+
+
+def gib(text: str) -> float:
+    """Gibibytes: 2, 1.5, 512M or 2GiB.  Raises BadParameter."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not found:
+        raise typer.BadParameter(f"{text!r} is not a size such as 2 (GiB), 1.5G or 512M")
+    return float(found[1]) * BYTE_UNITS[found[2]] / 2**30
+
+
+def option(flag: str, panel: str, text: str, **more: Any) -> Any:
+    """One option, in its group of the help, with its environment variable."""
+    variable = "PAGESTREAM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return typer.Option(flag, envvar=variable, help=text, rich_help_panel=panel, **more)
+
+
+def counted(flag: str, panel: str, text: str) -> Any:
+    return option(flag, panel, text, parser=count, metavar="COUNT")
+
+
+def sized(flag: str, panel: str, text: str) -> Any:
+    return option(flag, panel, text, parser=gib, metavar="GIB")
+
+
+ServedNames = Annotated[list[str] | None, option("--served-model-name", SERVER, "Name in requests and answers; may be repeated. Default: the model as given.")]
+ApiKeys = Annotated[list[str] | None, option("--api-key", SERVER, "Ask for this key below /v1; may be repeated.")]
+Origins = Annotated[list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")]
+
+EngineOptions = dict[str, Any]
+ENGINE_OPTIONS = frozenset(field.name for field in fields(EngineArgs))
+
+
+def to_engine_args(options: dict[str, Any]) -> EngineArgs:
+    """Those of the options that are the engine's.  Raises StartError."""
+    return EngineArgs.from_options({name: value for name, value in options.items() if name in ENGINE_OPTIONS})
+
+
+def to_settings(options: dict[str, Any]) -> ServerSettings:
+    """Those of the options that are the server's.  Raises StartError for a value that makes no sense."""
+    if options["sse_keep_alive_interval"] < 0 or options["drain_timeout"] < 0:
+        raise StartError("--sse-keep-alive-interval and --drain-timeout must not be negative")
+    if options["max_body_size"] <= 0:
+        raise StartError("--max-body-size must be above 0")
+    names = [name for given in options["served_model_name"] or [] for name in given.split() if name]
+    return ServerSettings(
+        served_model_names=tuple(names or [options["model"]]),
+        model=options["model"],
+        api_keys=tuple(key for key in options["api_key"] or [] if key),
+        allowed_origins=tuple(options["allowed_origins"] or []),
+        sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
+        max_body_bytes=int(options["max_body_size"] * MIB),
+        drain_timeout_s=options["drain_timeout"],
+    )

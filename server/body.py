@@ -1,0 +1,150 @@
+"""A request's body: read within a limit, parsed as strict JSON, checked against its wire type.  Refusals name the field."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from pagestream.engine import InvalidRequest
+from pagestream.server.errors import HttpError
+
+MAX_JSON_DEPTH = 32
+
+Wire = TypeVar("Wire", bound=BaseModel)
+
+
+async def read_body(request: Request, wire: type[Wire], max_body_bytes: int, unsupported: dict[str, tuple[Any, ...]]) -> Wire:
+    """The request's body as this wire type.  `unsupported` has known fields that aren't served, and their harmless values.
+
+    Raises HttpError (413, 415), InvalidRequest, and starlette's ClientDisconnect where the client leaves meanwhile.
+    """
+    # One rule for all: JSON must be called JSON.  It also keeps other sites' pages off a local server, since a browser
+    # sends this type across origins only after asking.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HttpError(415, f"Content-Type must be application/json, not {kind[:40]!r}", code="unsupported_media_type")
+    raw = await read_limited(request, max_body_bytes)
+    fields = parse_object(raw)
+    for name in fields.keys() & unsupported.keys():
+        value = fields.pop(name)
+        if value is not None and value not in unsupported[name]:
+            raise InvalidRequest(f"{name} is not supported yet", param=name, code="unsupported_parameter")
+    checked = check(wire, fields)
+    if b"NaN" in raw or b"Infinity" in raw:
+        refuse_constants(fields)
+    return checked
+
+
+async def read_limited(request: Request, max_body_bytes: int) -> bytes:
+    too_large = HttpError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large", headers={"Connection": "close"})
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > max_body_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_body_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Parses RFC 8259 JSON.  NaN and Infinity pass as floats, so that the field's own check can name the field."""
+    if not raw.strip():
+        raise InvalidRequest("the body is empty; a JSON object was expected", code="invalid_json")
+    try:
+        text = raw.decode("utf-8")
+        value = json.loads(text)
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}", code="invalid_json") from None
+    except UnicodeError:
+        raise InvalidRequest("the body is not JSON: its text is not valid Unicode", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest(f"the body is nested deeper than {MAX_JSON_DEPTH} levels", code="invalid_json") from None
+    except ValueError:  # a number of thousands of digits
+        raise InvalidRequest("the body is not JSON: a number has too many digits", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {type_name(value)}", code="invalid_json")
+    # Each level costs at least one bracket, so most bodies need no walk.
+    if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and is_deeper(value, MAX_JSON_DEPTH):
+        raise InvalidRequest(f"the body is nested deeper than {MAX_JSON_DEPTH} levels", code="invalid_json")
+    return value
+
+
+def refuse_constants(value: Any) -> None:
+    """Where a field takes any value, as a template's arguments do, nothing else has refused them."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise InvalidRequest("NaN and Infinity are not JSON", code="invalid_json") from None
+
+
+def is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def check(wire: type[Wire], fields: dict[str, Any]) -> Wire:
+    """The validated wire type.  Raises InvalidRequest for the first fault, naming the field as the client wrote it."""
+    try:
+        return wire.model_validate(fields)
+    except ValidationError as error:
+        raise as_refusal(error, wire) from None
+
+
+def as_refusal(error: ValidationError, wire: type[BaseModel]) -> InvalidRequest:
+    # A misspelt field first: it is likelier the cause of the other faults than their company.
+    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
+    fault = faults[0]
+    param = path_of(fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        name = str(fault["loc"][-1])
+        near = difflib.get_close_matches(name[:64], wire.model_fields, n=1) if len(fault["loc"]) == 1 else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return InvalidRequest(f"unknown field {name[:64]!r}{hint}", param=param, code="unknown_parameter")
+    if fault["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+    if fault["type"] == "value_error":
+        refusal = fault["ctx"]["error"]
+        if isinstance(refusal, InvalidRequest):
+            return refusal
+        return InvalidRequest(str(refusal), param=param or None)
+    message = fault["msg"].replace("Input should be", "must be", 1)
+    return InvalidRequest(f"{param} {message}, not {shown(fault['input'])}", param=param)
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """messages[0].content for ('messages', 0, 'content')."""
+    path = ""
+    for step in location:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return type_name(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def type_name(value: Any) -> str:
+    return {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}.get(type(value), "null")

@@ -1,0 +1,109 @@
+"""Exceptions to HTTP: one table, one envelope, for whole answers and for streams alike.
+
+The envelope is OpenAI's, nested: {"error": {"message", "type", "param", "code"}}.  Its size is bounded whatever the client sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from pagestream.engine import ClientError, EngineDead, EngineError, EngineFault, Overloaded, RequestFailed
+
+log = logging.getLogger(__name__)
+
+# Escaped as ASCII a character may take six bytes: together below 4 KB.
+MAX_MESSAGE_CHARS = 500
+MAX_PARAM_CHARS = 80
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "service_unavailable"}
+
+# Not by `raise` alone: official clients repeat every 5xx, and what failed by its own content would fail again.
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class HttpError(Exception):
+    """A refusal that HTTP itself asks for, before any engine is involved."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.error = ApiError(status, message, param, code, headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """What the client is told."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def type(self) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def envelope(self) -> dict[str, Any]:
+        param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
+        return {"error": {"message": cut(self.message, MAX_MESSAGE_CHARS), "type": self.type, "param": param, "code": self.code}}
+
+
+def cut(text: str, limit: int) -> str:
+    """At most so many characters of it, printable ones of any script; lone surrogates can't be sent and are replaced."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def seconds(value: float) -> str:
+    """For Retry-After: whole and at least 1, as HTTP and the official clients read it."""
+    return str(max(1, math.ceil(value)))
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The table.  Anything unknown is a bug of ours: it is logged by the caller and told without its words."""
+    match error:
+        case HttpError():
+            return error.error
+        case HTTPException():
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            return ApiError(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {}))
+        case Overloaded():
+            headers = {"Retry-After": seconds(error.retry_after_s)}
+            return ApiError(503 if error.draining else 429, error.message, error.param, error.code, headers)
+        case ClientError():
+            return ApiError(404 if error.code == "model_not_found" else 400, error.message, error.param, error.code)
+        case RequestFailed():
+            return ApiError(500, str(error) or "the request could not be computed", code="request_failed", headers=NO_RETRY)
+        case EngineDead():
+            return ApiError(503, str(error) or "the engine has ended", code="engine_dead", headers={"Retry-After": "5"})
+        case EngineFault():
+            return ApiError(500, str(error) or "the engine failed", code="engine_fault", headers=NO_RETRY)
+    return ApiError(500, "internal error; the server's log has the details under this request's id", code="internal_error", headers=NO_RETRY)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """ASCII only, so that nothing in a text can break it on its way; NaN would be a bug and raises ValueError."""
+    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def error_response(error: Exception) -> Response:
+    told = as_api_error(error)
+    return json_response(told.envelope(), told.status, told.headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, EngineFault):
+            log.error("%s %s failed: %s", request.method, request.url.path, error)
+        return error_response(error)
+
+    for kind in (HttpError, HTTPException, EngineError):
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,86 @@
+"""The building blocks of the wire types: strict scalars, and the fields that may come in several shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, PlainValidator, Strict, WithJsonSchema
+
+from pagestream.engine import InvalidRequest
+
+MAX_PROMPTS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+
+# JSON's own kinds and no others: "yes" is no flag, true is no number, 1.5 and 1.0 are no counts.
+Flag = Annotated[bool, Strict()]
+Whole = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
+Real = Annotated[float, Strict(), AllowInfNan(False)]
+Text = Annotated[str, Strict()]
+
+
+class WireModel(BaseModel):
+    """An unknown field is refused, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def as_prompts(value: Any) -> list[str | list[int]]:
+    """Every shape of `prompt` as a list of prompts, each a text or token ids; the upper end of the ids is the engine's to check."""
+    prompts = [value] if isinstance(value, str) or is_flat(value) else value
+    if not isinstance(prompts, list):
+        raise refused("prompt must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not prompts or [] in prompts or "" in prompts:
+        raise refused("prompt must not be empty" if prompts in ([], [""], [[]]) else "prompt holds an empty prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise refused(f"prompt holds {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed in one request")
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return prompts
+    if not all(isinstance(prompt, list) for prompt in prompts):
+        raise refused("prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not a mixture")
+    for prompt in prompts:
+        if any(type(token_id) is not int or token_id < 0 for token_id in prompt):
+            raise refused("token ids in prompt must be whole numbers from 0")
+    return prompts
+
+
+def is_flat(value: Any) -> bool:
+    """Whether it is one prompt of token ids (or meant as one: the check of each id follows)."""
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], str | list)
+
+
+def refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="prompt")
+
+
+def as_stops(value: Any) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or any(not isinstance(text, str) or not text for text in stops):
+        raise InvalidRequest("stop must be a non-empty string or a list of such strings", param="stop")
+    if len(stops) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in stops):
+        raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters", param="stop")
+    return tuple(stops)
+
+
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PROMPT_SCHEMA = {
+    "oneOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        TOKEN_IDS,
+        {"type": "array", "items": TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ],
+    "description": "One or more prompts, as text or as token ids.",
+}
+STOP_SCHEMA = {
+    "oneOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}, "maxItems": MAX_STOPS},
+        {"type": "null"},
+    ],
+    "description": "The answer ends before the first of these, and does not hold it.",
+}
+
+Prompts = Annotated[list[str | list[int]], PlainValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+Stops = Annotated[tuple[str, ...], PlainValidator(as_stops), WithJsonSchema(STOP_SCHEMA)]

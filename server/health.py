@@ -1,0 +1,45 @@
+"""Probes, the version and the metrics: everything that a supervisor asks, none of which waits for the engine."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+
+from pagestream.server.errors import json_response
+from pagestream.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pagestream.engine import AsyncLLMEngine
+
+
+class MetricsText(Response):
+    media_type = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def verdict(is_well: bool, well: str, ill: str) -> Response:
+    if is_well:
+        return json_response({"status": well})
+    return json_response({"status": ill}, 503, {"Retry-After": "1"})
+
+
+async def get_health(http: Request) -> Response:
+    """Whether the process can still serve: false only when it must be restarted.  A server that drains is well."""
+    engine: AsyncLLMEngine = http.app.state.engine
+    return verdict(not engine.is_dead, "ok", "the engine has ended")
+
+
+async def get_readiness(http: Request) -> Response:
+    """Whether new requests should be sent here: false from the first moment of a drain."""
+    engine: AsyncLLMEngine = http.app.state.engine
+    return verdict(engine.is_ready and not engine.is_dead, "ready", "the engine has ended" if engine.is_dead else "draining")
+
+
+async def get_version(http: Request) -> dict[str, Any]:
+    return {"version": version("pagestream")}
+
+
+async def get_metrics(http: Request) -> Response:
+    metrics: Metrics = http.app.state.metrics
+    return MetricsText(metrics.exposition())

@@ -1,0 +1,186 @@
+"""Prometheus metrics under vLLM's names, so that existing dashboards work; what vLLM has no name for is called `pagestream:`.
+
+The engine's thread counts, the event loop scrapes: each metric has a lock of its own and nothing here waits for anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics import MetricWrapperBase
+
+from pagestream.engine import FinishReason, RequestStats, StepStats
+
+if TYPE_CHECKING:
+    from pagestream.engine import AsyncLLMEngine
+
+FIRST_TOKEN_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
+BETWEEN_TOKENS_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
+REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
+NUM_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+NUM_ANSWERS = (1, 2, 5, 10, 20)
+STEP_S = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)  # fmt: skip
+
+
+class Metrics:
+    """One server's numbers, in a registry of their own.  Implements EngineListener; gauges are read from the engine when asked."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._engine: AsyncLLMEngine | None = None
+        self._make_gauges()
+        self._make_counters()
+        self._make_histograms()
+        http = ("handler", "method", "status")
+        self.http_requests = Counter("http_requests", "HTTP requests by route and status.", http, registry=self.registry)
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds", "Until the response's end.", http[:2], registry=self.registry, buckets=(.01, .1, .5, 1, 5, 20, 60, 300)
+        )
+
+    def watch(self, engine: AsyncLLMEngine) -> None:
+        """From here on the gauges are this engine's."""
+        self._engine = engine
+
+    def _labelled(self, metric: MetricWrapperBase) -> MetricWrapperBase:
+        return metric.labels(**self._labels)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._labelled(Gauge(name, text, self._labels, registry=self.registry))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._labelled(Counter(name, text, self._labels, registry=self.registry))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._labelled(Histogram(name, text, self._labels, registry=self.registry, buckets=buckets))
+
+    def _counters_by(self, label: str, name: str, text: str, values: list[str]) -> dict[str, Counter]:
+        """One child for each value, there from the start, so that a rate over the first event is right."""
+        family = Counter(name, text, (*self._labels, label), registry=self.registry)
+        return {value: family.labels(**self._labels, **{label: value}) for value in values}
+
+    def _make_gauges(self) -> None:
+        self.num_running = self._gauge("vllm:num_requests_running", "Requests in the running queue.")
+        self.num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
+        self.num_swapped = self._gauge("vllm:num_requests_swapped", "Requests whose blocks are in the swap pool.")
+        self.kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full.")
+
+    def _make_counters(self) -> None:
+        self.preemptions = self._counter("vllm:num_preemptions", "Preemptions of running requests.")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed or found in the cache.")
+        self.prompt_tokens_cached = self._counter("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.")
+        self.recomputed_tokens = self._counter("vllm:prompt_tokens_recomputed", "Tokens computed again after a preemption.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Tokens found there.")
+        self.copied_blocks = self._counter("pagestream:copied_blocks", "KV blocks copied on write.")
+        reasons = [reason.value for reason in FinishReason]
+        self.finished = self._counters_by("finished_reason", "vllm:request_success", "Admitted requests, by how they ended.", reasons)
+        causes = ["queue_full", "queue_tokens", "draining", "loading"]
+        self.rejections = self._counters_by("reason", "vllm:admission_rejections", "Requests refused for want of room.", causes)
+        self.swapped_blocks = self._counters_by("direction", "pagestream:swapped_blocks", "KV blocks moved.", ["out", "in"])
+        modes = ["recompute", "swap"]
+        self.preemptions_by_mode = self._counters_by("mode", "pagestream:preemptions", "Preemptions, by what became of the blocks.", modes)
+
+    def _make_histograms(self) -> None:
+        self.first_token_s = self._histogram("vllm:time_to_first_token_seconds", "From arrival.", FIRST_TOKEN_S)
+        self.between_tokens_s = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of one answer.", BETWEEN_TOKENS_S)
+        self.per_token_s = self._histogram("vllm:request_time_per_output_token_seconds", "Mean of a request, after its first.", BETWEEN_TOKENS_S)
+        self.e2e_s = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to end.", REQUEST_S)
+        self.queue_s = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", REQUEST_S)
+        self.inference_s = self._histogram("vllm:request_inference_time_seconds", "From the first step to the end.", REQUEST_S)
+        self.prefill_s = self._histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.", REQUEST_S)
+        self.decode_s = self._histogram("vllm:request_decode_time_seconds", "From the first token to the end.", REQUEST_S)
+        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", NUM_TOKENS)
+        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", NUM_TOKENS)
+        self.request_n = self._histogram("vllm:request_params_n", "n of a request.", NUM_ANSWERS)
+        self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request.", NUM_TOKENS)
+        self.step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", STEP_TOKENS)
+        family = Histogram("pagestream:step_seconds", "One step, by part.", (*self._labels, "part"), registry=self.registry, buckets=STEP_S)
+        self.step_s = {part: family.labels(**self._labels, part=part) for part in ("schedule", "execute", "judge")}
+
+    # EngineListener
+
+    def step_done(self, stats: StepStats) -> None:
+        self.step_tokens.observe(stats.num_scheduled_tokens)
+        for part, seconds in (("schedule", stats.schedule_s), ("execute", stats.execute_s), ("judge", stats.judge_s)):
+            self.step_s[part].observe(seconds)
+        for mode, count in (("recompute", stats.num_preempted_recompute), ("swap", stats.num_preempted_swap)):
+            if count:
+                self.preemptions.inc(count)
+                self.preemptions_by_mode[mode].inc(count)
+        for counter, count in (
+            (self.swapped_blocks["out"], stats.num_swapped_out_blocks),
+            (self.swapped_blocks["in"], stats.num_swapped_in_blocks),
+            (self.copied_blocks, stats.num_copied_blocks),
+            (self.prefix_queries, stats.num_prefix_queried_tokens),
+            (self.prefix_hits, stats.num_prefix_hit_tokens),
+            (self.recomputed_tokens, stats.num_recomputed_tokens),
+        ):
+            if count:
+                counter.inc(count)
+
+    def prompt_computed(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.prompt_tokens_cached.inc(num_cached_tokens)
+
+    def first_token(self, seconds_since_arrival: float) -> None:
+        self.first_token_s.observe(seconds_since_arrival)
+
+    def tokens_emitted(self, num_tokens: int, seconds_since_last: float | None) -> None:
+        self.generation_tokens.inc(num_tokens)
+        if seconds_since_last is not None:
+            self.between_tokens_s.observe(seconds_since_last)
+
+    def request_finished(self, stats: RequestStats) -> None:
+        self.finished[stats.finish_reason.value].inc()
+        self.e2e_s.observe(stats.finished_s - stats.arrival_s)
+        self.request_prompt_tokens.observe(stats.num_prompt_tokens)
+        self.request_generation_tokens.observe(stats.num_output_tokens)
+        self.request_n.observe(stats.n)
+        self.request_max_tokens.observe(stats.max_tokens)
+        if stats.scheduled_s is None:
+            return
+        self.queue_s.observe(stats.scheduled_s - stats.arrival_s)
+        self.inference_s.observe(stats.finished_s - stats.scheduled_s)
+        if stats.first_token_s is None:
+            return
+        self.prefill_s.observe(stats.first_token_s - stats.scheduled_s)
+        self.decode_s.observe(stats.finished_s - stats.first_token_s)
+        # Of n answers that ran side by side, the mean answer's.
+        num_after_first = stats.num_output_tokens / stats.n - 1
+        if num_after_first > 0:
+            self.per_token_s.observe((stats.finished_s - stats.first_token_s) / num_after_first)
+
+    def request_rejected(self, reason: str) -> None:
+        self.rejections[reason].inc()
+
+    # HTTP
+
+    def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
+        self.http_requests.labels(handler, method, str(status)).inc()
+        self.http_seconds.labels(handler, method).observe(seconds)
+
+    def exposition(self) -> bytes:
+        """All of it as Prometheus reads it, with the gauges of this moment."""
+        if self._engine is not None:
+            now = self._engine.stats()
+            self.num_running.set(now.num_running)
+            self.num_waiting.set(now.num_waiting)
+            self.num_swapped.set(now.num_swapped)
+            self.kv_usage.set(now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0)
+        return generate_latest(self.registry)

@@ -1,0 +1,69 @@
+"""The API's description: FastAPI's own, and the bodies that are read by hand (see body.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from pagestream.server.responses import ErrorEnvelope
+
+SCHEMAS = "#/components/schemas/"
+
+ERRORS = {
+    400: "A field can't be served, the body is no JSON object, or prompt and answer exceed the context",
+    401: "No valid key",
+    404: "Unknown model",
+    413: "The body is too large",
+    415: "The body is not called application/json",
+    429: "The queue is full; see Retry-After",
+    500: "The request could not be computed",
+    503: "The server is ending; see Retry-After",
+}
+
+
+def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorEnvelope, "description": ERRORS[status]} for status in statuses}
+
+
+def describe_body(schema: str) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": SCHEMAS + schema}}}}}
+
+
+def describe_stream(whole: type[BaseModel], chunk: str) -> dict[str, Any]:
+    events = f"Events `data: <{chunk}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
+    stream = {"schema": {"type": "string", "description": events}}
+    return {"model": whole, "content": {"text/event-stream": stream}, "description": "The answer, whole or as a stream"}
+
+
+def with_request_schemas(app: FastAPI, *models: type[BaseModel]) -> None:
+    """Adds the schemas of models that no route names by type."""
+    describe: Callable[[], dict[str, Any]] = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe()
+            add_schemas(app.openapi_schema, models)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend the description
+
+
+def add_schemas(document: dict[str, Any], models: tuple[type[BaseModel], ...]) -> None:
+    _, found = models_json_schema([(model, "validation") for model in models], ref_template=SCHEMAS + "{model}")
+    schemas = document["components"]["schemas"] | found["$defs"]
+    # FastAPI's own refusal of a field, which never happens here: every refusal is a 400 with our envelope.
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    document["components"]["schemas"] = dict(sorted(schemas.items()))
+
+
+def as_yaml(document: dict[str, Any]) -> str:
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,263 @@
+"""The wire types of requests: what OpenAI's API and vLLM's extensions name, with their ranges.
+
+null means "left out" for every optional field.  What is known but not served stands in the UNSUPPORTED tables and is refused by
+name, except for the values listed there, which ask for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from pagestream.engine import Fault, InvalidRequest, SamplingParams
+from pagestream.server.fields import Count, Flag, Prompts, Real, Stops, Text, Whole, WireModel
+
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "suffix": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+}
+UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "metadata": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # without tools it says nothing
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "structured_outputs": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+# What a template gets from fields of their own.
+RESERVED_KWARGS = frozenset(("messages", "add_generation_prompt", "continue_final_message", "tools"))
+
+
+class StreamOptions(WireModel):
+    include_usage: Flag | None = Field(False, description="One more chunk before [DONE] has the usage of the whole request.")
+    continuous_usage_stats: Flag | None = Field(False, description="Every chunk has the usage so far; needs include_usage.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not offered.")
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise InvalidRequest("continuous_usage_stats needs include_usage", param="stream_options.continuous_usage_stats")
+        return self
+
+
+class FaultRequest(WireModel):
+    """An error to be injected into this request's own computation; refused unless the server was started for it."""
+
+    kind: Literal["raise", "nan", "hang", "slow", "oom"]
+    stage: Literal["forward", "sample", "judge"] = "forward"
+    at_token: Count = 0
+    seconds: Real = Field(30.0, ge=0, le=3600)
+
+
+class GenerationRequest(WireModel):
+    """What completions and chat have in common."""
+
+    model: Text = Field(description="A name that GET /v1/models lists.")
+    max_tokens: Count | None = Field(None, description="Tokens to generate at most.")
+    min_tokens: Count | None = Field(0, description="No end of sequence and no stop before so many tokens.")
+    temperature: Real | None = Field(1.0, ge=0, le=2, description="0 is greedy.")
+    top_p: Real | None = Field(1.0, ge=0, le=1, description="0 is greedy.")
+    top_k: Whole | None = Field(0, ge=-1, le=2**31 - 1, description="0 and -1: off.")
+    min_p: Real | None = Field(0.0, ge=0, le=1)
+    n: Whole | None = Field(1, ge=1, le=128, description="Answers per prompt.")
+    seed: Whole | None = Field(None, description="The same seed gives the same answer, whoever else is served at the time.")
+    stop: Stops = ()
+    stop_token_ids: list[Count] | None = Field(None, max_length=1024)
+    include_stop_str_in_output: Flag | None = False
+    ignore_eos: Flag | None = False
+    presence_penalty: Real | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Real | None = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Real | None = Field(1.0, gt=0, le=100)
+    logit_bias: dict[str, Real] | None = Field(None, description="Token ids, written as text, to what is added to their logits: -100 to 100.")
+    allowed_token_ids: list[Count] | None = Field(None, min_length=1)
+    prompt_logprobs: Whole | None = Field(None, ge=0, le=20, description="So many likeliest tokens at each position of the prompt.")
+    skip_special_tokens: Flag | None = True
+    add_special_tokens: Flag | None = None
+    truncate_prompt_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1, description="Only the prompt's last so many tokens count.")
+    priority: Whole | None = Field(0, description="Lower goes first, where the server schedules by priority.")
+    cache_salt: Text | None = Field(None, min_length=1, max_length=256, description="Only requests with the same salt share cached prefixes.")
+    stream: Flag | None = False
+    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
+    x_fault: FaultRequest | None = None
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        default = type(self).model_fields["add_special_tokens"].default
+        return bool(default if self.add_special_tokens is None else self.add_special_tokens)
+
+    def fault(self) -> Fault | None:
+        asked = self.x_fault
+        return None if asked is None else Fault(asked.kind, asked.stage, asked.at_token, asked.seconds)
+
+    def common_params(self) -> dict[str, Any]:
+        """The arguments of SamplingParams that both kinds of request share; what is null is left to its default."""
+        given = {name: getattr(self, name) for name in SHARED_PARAMS}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+SHARED_PARAMS = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+    "prompt_logprobs", "skip_special_tokens",
+)  # fmt: skip
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}})
+
+    prompt: Prompts
+    max_tokens: Count | None = Field(16, description="Tokens to generate at most; 0 with echo scores the prompt.")
+    best_of: Whole | None = Field(None, ge=1, le=128, description="Answers generated, of which the n likeliest are returned.")
+    echo: Flag | None = Field(False, description="The answer begins with the prompt.")
+    logprobs: Whole | None = Field(None, ge=0, le=20, description="So many likeliest tokens at each position, besides the chosen one.")
+    add_special_tokens: Flag | None = Field(True, description="Whether the tokenizer may add its begin-of-sequence token.")
+
+    @model_validator(mode="after")
+    def check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise InvalidRequest(f"best_of is {self.best_of} and must be at least n, which is {self.n or 1}", param="best_of")
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise InvalidRequest("best_of above n can't be streamed: which answers are best is known at their end", param="best_of")
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequest naming the field."""
+        params = self.common_params()
+        if self.max_tokens is not None:
+            params["max_tokens"] = self.max_tokens
+        if self.best_of is not None:
+            params["best_of"] = self.best_of
+        if self.logprobs is not None:
+            params["logprobs"] = self.logprobs
+            if self.echo:
+                params["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return SamplingParams(**params)
+
+
+class TextPart(WireModel):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(WireModel):
+    """One turn.  `developer` is read as `system`; a content of several text parts is joined by line breaks."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Text | None = None
+    # What answers hold and clients send back: of no meaning for a text model.
+    refusal: Text | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def check_content(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is required")
+        return self
+
+    def as_template_input(self) -> dict[str, Any]:
+        """As chat templates expect a message: content is one text, and what isn't there is left out."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": role, "content": content or ""} | {name: value for name, value in extras.items() if value is not None}
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}], "max_tokens": 32}}
+    )
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: Count | None = Field(None, description="Tokens to generate at most; without it, what the context has room for.")
+    max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: Flag | None = False
+    top_logprobs: Whole | None = Field(None, ge=0, le=20, description="Only with logprobs.")
+    add_generation_prompt: Flag | None = Field(None, description="Whether the prompt ends where the assistant begins; true unless a message is continued.")
+    continue_final_message: Flag | None = Field(False, description="The answer continues the last message, which is the assistant's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the model's chat template.")
+    add_special_tokens: Flag | None = Field(False, description="Templates mostly write the begin-of-sequence token themselves.")
+    safety_identifier: Text | None = Field(None, description="Accepted for compatibility, as user is; without effect.")
+
+    @model_validator(mode="after")
+    def check_template_kwargs(self) -> Self:
+        for name in self.chat_template_kwargs or ():
+            if name in RESERVED_KWARGS:
+                raise InvalidRequest(f"chat_template_kwargs must not hold {name!r}, which has a field of its own", param="chat_template_kwargs")
+        return self
+
+    @model_validator(mode="after")
+    def check_pairs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_completion_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest("continue_final_message contradicts add_generation_prompt", param="continue_final_message")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidRequest("continue_final_message needs a last message of the assistant's", param="continue_final_message")
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequest naming the field."""
+        max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return SamplingParams(**self.common_params(), max_tokens=max_tokens, logprobs=logprobs)
+
+    def template_arguments(self) -> dict[str, Any]:
+        continues = bool(self.continue_final_message)
+        adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return {"add_generation_prompt": adds, "continue_final_message": continues, "template_kwargs": self.chat_template_kwargs}

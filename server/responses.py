@@ -1,0 +1,145 @@
+"""The shapes of answers, for the API's description and for tests; answers themselves are written as plain JSON (see answer.py)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Reason = Literal["stop", "length"]
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PromptTokensDetails(Shape):
+    cached_tokens: int
+
+
+class UsageShape(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Shape):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class ChoiceShape(Shape):
+    index: int
+    finish_reason: Reason | None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ChoiceShape):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class AnswerShape(Shape):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+
+
+class Completion(AnswerShape):
+    """A whole answer, and in the same shape each chunk of a streamed one, whose last chunk may have no choices."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: UsageShape | None = None
+
+
+class ChatTopLogprob(Shape):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(Shape):
+    content: list[ChatTokenLogprob]
+
+
+class AssistantMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(ChoiceShape):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(AnswerShape):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageShape
+
+
+class ChatDelta(Shape):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(ChoiceShape):
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(AnswerShape):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: UsageShape | None = None
+
+
+class ModelCard(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ErrorDetail(Shape):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(Shape):
+    error: ErrorDetail
+
+
+class Health(Shape):
+    status: str
+
+
+class Version(Shape):
+    version: str

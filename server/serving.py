@@ -1,0 +1,109 @@
+"""Running the application under uvicorn: the socket, the signals, the drain, the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from pagestream.engine import StartError
+
+if TYPE_CHECKING:
+    from pagestream.engine import AsyncLLMEngine
+
+log = logging.getLogger(__name__)
+
+# After the engine has ended or a drain has run out: for the last bytes, error events included, to reach their readers.
+LAST_BYTES_S = 2
+KEEP_ALIVE_S = 65  # above the 60 s of common proxies, so that it is not the server who closes a connection just taken
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: a port in use is found before a model is loaded, and nobody waits unanswered.
+
+    Raises StartError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named: only then does asyncio send small chunks at once (TCP_NODELAY) on what it accepts.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise StartError(f"can't listen on {host}:{port}: {reason}") from None
+    return bound
+
+
+class DrainingServer(uvicorn.Server):
+    """Keeps serving while it drains.
+
+    Unlike uvicorn, whose first signal closes the listening socket, and unlike sse-starlette, which then cancels the streams: a load
+    balancer must still be told that this server is not ready, a client must be told to go elsewhere, and streams have until
+    `drain_timeout_s`.  A second signal ends the process at once.
+    """
+
+    def __init__(self, app: FastAPI, engine: AsyncLLMEngine, drain_timeout_s: float):
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, ws="none")
+        super().__init__(config)
+        self.engine = engine
+        self.drain_timeout_s = drain_timeout_s
+        self.exit_code = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def on_signal(self, number: int) -> None:
+        if self._draining is not None:
+            print("pagestream: second signal, ending at once", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        self._draining = asyncio.get_running_loop().create_task(self.drain())
+
+    async def drain(self) -> None:
+        log.info("draining: no new requests, at most %.0f s for those that run", self.drain_timeout_s)
+        start_s = time.monotonic()
+        if not await self.engine.drain(self.drain_timeout_s):
+            log.warning("the drain timeout is over; what still runs is ended")
+            await self.engine.stop()
+        left_s = self.drain_timeout_s - (time.monotonic() - start_s)
+        self.end(left_s)
+
+    def end(self, left_s: float) -> None:
+        """Close the listening socket and wait at most so long for the readers of what was already computed."""
+        self.config.timeout_graceful_shutdown = max(LAST_BYTES_S, math.ceil(left_s))
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.engine.is_dead and self._draining is None and not self.should_exit:
+            log.error("the engine has ended; so does the server")
+            self.exit_code = 1
+            self.end(0)
+        return await super().on_tick(counter)
+
+
+def serve_until_ended(app: FastAPI, engine: AsyncLLMEngine, bound: socket.socket, drain_timeout_s: float) -> int:
+    """Serve until a signal or the engine's end; returns the exit code, which is 0 after a drain only."""
+    server = DrainingServer(app, engine, drain_timeout_s)
+    asyncio.run(server.serve(sockets=[bound]))
+    return server.exit_code if server.started else 1

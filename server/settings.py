@@ -1,0 +1,24 @@
+"""What the operator asked of the server, as far as it is not the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`served_model_names` has at least one name; the first stands in answers and metrics."""
+
+    served_model_names: tuple[str, ...]
+    model: str = ""  # what was loaded, shown as the root of the served names
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    allowed_origins: tuple[str, ...] = ()  # of browsers' cross-origin requests
+    sse_keep_alive_interval_s: float = 15.0  # 0: no keep-alive
+    max_body_bytes: int = 16 * MIB
+    drain_timeout_s: float = 30.0
+
+    @property
+    def name(self) -> str:
+        return self.served_model_names[0]

@@ -1,0 +1,254 @@
+"""Refusals: the kinds of C01 to C13 and C15, each before anything is admitted, each in the one envelope."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.conftest import Live, refusal_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["ok", ""], [[1, 2], []], None, 7, {"text": "a"}, True])
+def test_an_empty_or_shapeless_prompt_is_refused(live: Live, prompt):
+    assert refusal_of(live.complete(prompt=prompt))["param"] == "prompt"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("raw", [b"[]", b'"text"', b"null", b"12", b"true"])
+def test_a_body_that_is_no_object_is_refused(live: Live, path, raw):
+    assert "object" in refusal_of(live.raw(raw, path))["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"  ", b"{", b"{}", b'{"model":"m",}', b"{'model':'m'}", b'\xff\xfe{"a":1}', b'{"model":"m","prompt":"\xc3"}', b'{"model":"m","prompt":"a\nb"}',
+     b'{"seed":' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"a":' * 100_000, b"[" * 40 + b"]" * 40],
+    ids=lambda raw: repr(raw[:12]),
+)  # fmt: skip
+def test_a_body_that_is_no_sound_json_is_refused(live: Live, path, raw):
+    refusal_of(live.raw(raw, path))
+
+
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "tools"])
+def test_a_deeply_nested_field_is_refused(live: Live, field):
+    nested = "[" * 40 + "]" * 40
+    raw = f'{{"model":"m","messages":[{{"role":"user","content":"a"}}],"{field}":{{"a":{nested}}}}}'
+    assert "nested" in refusal_of(live.raw(raw.encode(), CHAT))["message"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100, "{" * 100, '"{[' * 40])
+def test_brackets_inside_a_text_are_no_nesting(live: Live, text):
+    assert live.complete(prompt=text, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("raw", [rb"\ud800", rb"\udc00\ud800", rb"a\uD83D"])
+def test_half_a_surrogate_pair_is_no_text(live: Live, raw):
+    for body in (b'{"model":"m","prompt":"%s"}' % raw, b'{"model":"m","prompt":"a","stop":["%s"]}' % raw, b'{"model":"m","%s":1}' % raw):
+        refusal_of(live.raw(body))
+    assert live.raw(rb'{"model":"m","prompt":"\ud83d\ude00","max_tokens":1}').status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[1, 100_000], [-1], [[1, 2], [99999999999]], [True, False], [1.5], [1, "a"], [[1], "a"], [["a"]], ["a", 1], [[[1]]]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_that_are_none_are_refused(live: Live, prompt, stream):
+    assert refusal_of(live.complete(prompt=prompt, stream=stream))["param"] == "prompt"
+
+
+def test_the_number_of_prompts_is_bounded(live: Live):
+    assert refusal_of(live.complete(prompt=["a"] * 257))["param"] == "prompt"
+
+
+SHARED = [
+    ("seed", 2**64), ("seed", "x"), ("seed", 1.5), ("temperature", -1), ("temperature", 2.01), ("temperature", "hot"), ("temperature", True),
+    ("top_p", 1.01), ("top_p", -0.1), ("top_k", 0.01), ("top_k", -2), ("top_k", 10**400), ("min_p", 1.5), ("n", 0), ("n", -1), ("n", 1_000_000), ("n", 1.5),
+    ("n", True), ("max_tokens", -1), ("max_tokens", "5"), ("max_tokens", 5.0), ("max_tokens", 10**30), ("min_tokens", -1), ("repetition_penalty", 0),
+    ("presence_penalty", 2.5), ("presence_penalty", 10**400), ("frequency_penalty", -3), ("stop", 5), ("stop", [""]), ("stop", ""), ("stop", ["a"] * 17),
+    ("stop", [1]), ("stop", "a" * 2000), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("logit_bias", {"1": 101}),
+    ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", [1]), ("logit_bias", {"1": "x"}), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
+    ("prompt_logprobs", 21), ("prompt_logprobs", True), ("ignore_eos", 1), ("ignore_eos", "yes"), ("stream", "yes"), ("stream", 1), ("user", 5),
+    ("truncate_prompt_tokens", 0), ("priority", "high"), ("cache_salt", ""), ("cache_salt", 5), ("skip_special_tokens", 0), ("add_special_tokens", "no"),
+    ("include_stop_str_in_output", 1), ("model", None), ("model", 5), ("x_fault", {"kind": "nonsense"}), ("x_fault", {}), ("stream_options", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), SHARED, ids=lambda value: repr(value)[:24])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_a_value_out_of_range_is_refused_by_name(live: Live, kind, field, value):
+    fields = {"stream": True} if field == "stream_options" else {}
+    fields[field] = value
+    response = live.complete(**{"prompt": "a", **fields}) if kind == "completions" else live.chat(**fields)
+    param = refusal_of(response)["param"]
+    assert param is not None
+    assert param.split(".")[0].split("[")[0] == field
+
+
+@pytest.mark.parametrize(("field", "value"), [("echo", 1), ("echo", "true"), ("logprobs", True), ("logprobs", 21), ("logprobs", -1), ("best_of", 0)])
+def test_a_completions_field_out_of_range_is_refused_by_name(live: Live, field, value):
+    assert refusal_of(live.complete(prompt="a", **{field: value}))["param"] == field
+
+
+CHAT_ONLY = [
+    ("logprobs", 1), ("top_logprobs", 21), ("messages", []), ("messages", None), ("messages", "hi"), ("messages", ["hi"]), ("messages", [{"role": "user"}]),
+    ("messages", [{"role": "nobody", "content": "a"}]), ("messages", [{"content": "a"}]), ("messages", [{"role": "user", "content": 5}]),
+    ("messages", [{"role": "user", "content": None}]), ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ("messages", [{"role": "user", "content": "a", "colour": "red"}]), ("messages", [{"role": "user", "content": "refuse me"}]),
+    ("max_completion_tokens", -1), ("add_generation_prompt", "yes"), ("continue_final_message", 1), ("continue_final_message", True),
+    ("chat_template_kwargs", []), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", {"tools": []}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), CHAT_ONLY, ids=lambda value: repr(value)[:40])
+def test_a_chat_field_out_of_range_is_refused_by_name(live: Live, field, value):
+    param = refusal_of(live.chat(**{field: value}))["param"]
+    assert param is not None
+    assert param.split(".")[0].split("[")[0] == field
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty", "seed", "max_tokens", "x_unknown"])
+def test_a_number_that_json_does_not_have_is_refused_by_name(live: Live, field, literal):
+    assert refusal_of(live.raw(f'{{"model":"m","prompt":"a","{field}":{literal}}}'.encode()))["param"] == field
+
+
+def test_nan_is_refused_where_any_value_may_stand(live: Live):
+    raw = b'{"model":"m","messages":[{"role":"user","content":"NaN"}],"max_tokens":1,"chat_template_kwargs":{"a":%s}}'
+    assert "NaN" in refusal_of(live.raw(raw % b"NaN", CHAT))["message"]
+    assert live.raw(raw % b'"NaN"', CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp", ""])
+def test_json_must_be_called_json(live: Live, kind):
+    body = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 1}).encode()
+    request = live.client.build_request("POST", COMPLETIONS, content=body, headers={} if kind is None else {"Content-Type": kind})
+    assert refusal_of(live.client.send(request), 415)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+def test_json_is_read_whatever_its_parameters(live: Live, kind):
+    assert live.raw(b'{"model":"m","prompt":"Hello","max_tokens":1}', **{"Content-Type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+@pytest.mark.parametrize(("typo", "meant"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("Stream", "stream"), ("top-p", "top_p")])
+def test_a_misspelt_field_is_reported_with_its_likeliest_name(live: Live, kind, typo, meant):
+    fields = {typo: 1, "temperature": 5}  # the typo goes before other faults
+    error = refusal_of(live.complete(prompt="a", **fields) if kind == "completions" else live.chat(**fields))
+    assert (error["param"], error["code"]) == (typo, "unknown_parameter")
+    assert f"did you mean {meant!r}" in error["message"]
+
+
+UNSUPPORTED = [("suffix", "x"), ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "(["}), ("guided_json", {})]
+UNSUPPORTED_IN_CHAT = [
+    ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]), ("audio", {}), ("modalities", ["text", "audio"]), ("prediction", {}),
+    ("reasoning_effort", "high"), ("store", True), ("web_search_options", {}), ("metadata", {"a": "b"}), ("service_tier", "priority"), ("verbosity", "low"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_served_is_refused_by_name(live: Live, stream):
+    for field, value in UNSUPPORTED + UNSUPPORTED_IN_CHAT:
+        error = refusal_of(live.chat(**{field: value}, stream=stream)) if field != "suffix" else refusal_of(live.complete(prompt="a", suffix=value))
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter"), error
+        assert "not supported" in error["message"]
+
+
+def test_what_asks_for_nothing_is_taken(live: Live):
+    nothing = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "modalities": ["text"], "service_tier": "auto"}
+    assert live.chat(max_tokens=1, **nothing, temperature=None, n=None, stop=None, stream=None, logit_bias=None, user="me").status_code == 200
+    assert live.complete(prompt="a", max_tokens=1, suffix=None, best_of=None, echo=None, logprobs=None, stream_options=None, user=None).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"stream": True, "stream_options": {"resumable": True}}, "stream_options.resumable"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(live: Live, fields, param):
+    assert refusal_of(live.complete(prompt="a", **fields))["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_chat_fields_that_contradict_each_other_are_refused(live: Live, fields, param):
+    assert refusal_of(live.chat(**fields))["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_context_has_an_exact_end(live: Live, stream):
+    limit = live.engine.max_model_len
+    assert live.complete(prompt=[65] * (limit - 1), max_tokens=1, stream=stream).status_code == 200
+    for length in (limit, limit + 1):
+        error = refusal_of(live.complete(prompt=[65] * length, max_tokens=1, stream=stream))
+        assert error["code"] == "context_length_exceeded"
+        assert all(str(number) in error["message"] for number in (length, 1, limit))
+
+
+def test_a_prompt_can_be_cut_to_its_end(live: Live):
+    long = [65] * live.engine.max_model_len
+    assert live.complete(prompt=long, max_tokens=1, truncate_prompt_tokens=10).json()["usage"]["prompt_tokens"] == 10
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_unknown_model_is_404(live: Live, path):
+    body = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    error = refusal_of(live.client.post(path, json={"model": "nope" * 1000, **body}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", COMPLETIONS, 405), ("PUT", CHAT, 405), ("POST", "/v1/models", 405), ("POST", "/v1/complete", 404), ("GET", "/v1/models/nope", 404),
+     ("GET", "/", 404), ("POST", "/v1/completions/", 404), ("GET", "/v1/models/../../etc/passwd", 404), ("BREW", COMPLETIONS, 405)],
+)  # fmt: skip
+def test_wrong_paths_and_methods_get_the_envelope(live: Live, method, path, status):
+    response = live.client.request(method, path, json={} if method == "POST" else None)
+    refusal_of(response, status)
+    if status == 405:
+        assert response.headers["allow"] in ("POST", "GET")
+
+
+def test_a_large_body_is_413_before_it_is_read(start):
+    server = start(max_body_bytes=1000)
+    assert server.complete(prompt="a" * 900, max_tokens=0, echo=True).status_code != 413
+    assert refusal_of(server.complete(prompt="a" * 1000), 413)["code"] == "body_too_large"
+
+    def pieces():
+        for _ in range(4):
+            yield b"a" * 400
+
+    assert refusal_of(server.client.post(COMPLETIONS, content=pieces(), headers={"Content-Type": "application/json"}), 413)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("huge", ["x" * 100_000, "\u2603" * 50_000, "\x00\x1b" * 10_000])
+def test_a_refusal_is_short_whatever_came_in(live: Live, huge):
+    for fields in ({huge: 1}, {"temperature": huge}, {"user": [huge]}, {"model": huge}, {"logit_bias": {huge: 1}}, {"x_fault": {huge: huge}}):
+        refusal_of(live.complete(prompt="a", **fields), 404 if "model" in fields else 400)
+    refusal_of(live.chat(messages=[{"role": huge, "content": "a", huge: "b"}]))
+
+
+def test_faults_are_injected_only_where_the_server_was_started_for_it(start):
+    server = start({"allows_faults": False})
+    assert refusal_of(server.complete(prompt="a", x_fault={"kind": "raise"}))["param"] == "x_fault"
+
+
+def test_refusals_admit_nothing(live: Live):
+    assert live.on_loop(lambda: list(live.engine.streams)) == []
