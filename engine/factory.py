@@ -1,0 +1,201 @@
+"""The composition root: reads the config and chooses the parts.  Nowhere else is asked what is switched on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from pagestream.engine.admission import QueueLimits
+from pagestream.engine.attention.base import AttentionBackend
+from pagestream.engine.attention.torch_backend import TorchAttention
+from pagestream.engine.core.block_manager import BlockManager
+from pagestream.engine.core.config import CacheConfig, EngineConfig, PreemptionMode
+from pagestream.engine.core.errors import StartError
+from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
+from pagestream.engine.intake import Intake, Limits
+from pagestream.engine.llm_engine import LLMEngine
+from pagestream.engine.metrics import EngineListener
+from pagestream.engine.models.base import CausalLM
+from pagestream.engine.models.decoder import TorchDecoder
+from pagestream.engine.models.gguf_file import GgufFile
+from pagestream.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
+from pagestream.engine.output_processor import OutputProcessor
+from pagestream.engine.runner.fault_injection import FaultInjector
+from pagestream.engine.runner.kv_cache import KVCache, bytes_per_block
+from pagestream.engine.runner.model_runner import ModelRunner
+from pagestream.engine.runner.profiling import measure_costs
+from pagestream.engine.sampling.sampler import Sampler
+from pagestream.engine.text.chat_template import ChatTemplate
+from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
+from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+MOST_DEFAULT_CPU_CACHE_BYTES = 2 * GIB
+DEFAULT_GPU_SWAP_BYTES = 4 * GIB
+DEFAULT_MAX_QUEUED_REQS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+DEFAULTS = {"cpu": DeviceDefaults(64, 512), "cuda": DeviceDefaults(256, 8192)}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    engine: LLMEngine
+    shape: ModelShape
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    queue_limits: QueueLimits
+    kv_summary: str
+
+
+def build_engine(config: EngineConfig, listener: EngineListener | None = None) -> BuiltEngine:
+    """Load, size and warm up.  Raises StartError with one line that says what to do."""
+    device = find_device(config)
+    checkpoint = open_checkpoint(config.model)
+    tokenizer = find_tokenizer(checkpoint, config)
+    model = load_model(checkpoint, config, device)
+    shape = model.shape
+    limits = step_limits(config, device)
+    max_model_len = min(config.model.max_model_len or shape.max_model_len, shape.max_model_len)
+    num_blocks = num_kv_blocks(config.cache, shape, model.kv_dtype, device)
+    max_model_len = fitting_length(max_model_len, config, num_blocks)
+    block_size = config.cache.block_size
+    num_swap_blocks = swap_bytes(config, device) // bytes_per_block(shape, block_size, model.kv_dtype)
+    cache = KVCache(
+        shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, dtype=model.kv_dtype, device=device
+    )
+    blocks = BlockManager(
+        num_blocks, block_size, num_swap_blocks=num_swap_blocks, enable_prefix_caching=config.cache.enable_prefix_caching
+    )
+    injector = FaultInjector() if config.enable_fault_injection else None
+    runner = ModelRunner(
+        model, cache, Sampler(shape.eos_token_ids), block_size=block_size, device=device, injector=injector
+    )
+    costs = measure_costs(runner, cache, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
+    engine = LLMEngine(
+        intake=Intake(
+            tokenizer,
+            Limits(
+                vocab_size=shape.vocab_size,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                max_num_seqs=limits.max_num_seqs,
+                policy=limits.policy,
+                allows_faults=config.enable_fault_injection,
+            ),
+            config.model.seed,
+        ),
+        scheduler=Scheduler(limits, blocks, costs),
+        executor=runner,
+        outputs=OutputProcessor(tokenizer, shape.eos_token_ids, injector),
+        listener=listener,
+    )
+    num_tokens = num_blocks * block_size
+    return BuiltEngine(
+        engine=engine,
+        shape=shape,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
+        queue_limits=QueueLimits(
+            config.scheduler.max_num_queued_reqs or DEFAULT_MAX_QUEUED_REQS, config.scheduler.max_num_queued_tokens
+        ),
+        kv_summary=(
+            f"{num_blocks:,} KV blocks of {block_size} tokens: {num_tokens:,} tokens, "
+            f"{num_tokens / max_model_len:.1f} requests of full length ({max_model_len:,} tokens)"
+        ),
+    )
+
+
+def find_device(config: EngineConfig) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise StartError("device cuda was asked for, but there is no GPU that torch can use; leave --device out or give cpu")
+    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+
+
+def find_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
+    path = checkpoint.files.tokenizer
+    if path.is_dir():
+        return load_tokenizer(path, mode=config.model.tokenizer_mode, trust_remote_code=config.model.trust_remote_code)
+    file = GgufFile(path)
+    return from_gguf_metadata({key: file.get(key) for key in file.values if key.startswith("tokenizer.")})
+
+
+def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> CausalLM:
+    kv_dtype = None if config.cache.dtype == "auto" else getattr(torch, config.cache.dtype)
+    if checkpoint.is_decoder:
+        loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype)
+        max_model_len = config.model.max_model_len or loaded.shape.max_model_len
+        attention: AttentionBackend = TorchAttention()
+        return TorchDecoder(
+            loaded.spec, loaded.weights, loaded.shape, attention, max_model_len=max_model_len, kv_dtype=kv_dtype
+        )
+    from pagestream.engine.models.hf import load_transformers
+
+    return load_transformers(
+        checkpoint, config.model, device=device, dtype=checkpoint.dtype, attention=TorchAttention(), kv_dtype=kv_dtype
+    )
+
+
+def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
+    """The step's budget; raises StartError if it can't hold one token of every sequence."""
+    defaults = DEFAULTS[device.type]
+    asked = config.scheduler
+    num_tokens = asked.max_num_batched_tokens or max(defaults.max_num_batched_tokens, asked.max_num_seqs or 0)
+    num_seqs = asked.max_num_seqs or min(defaults.max_num_seqs, num_tokens)
+    if num_tokens < num_seqs:
+        raise StartError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}: each sequence gets a token")
+    if asked.preemption_mode is PreemptionMode.SWAP and swap_bytes(config, device) == 0:
+        raise StartError("preemption_mode swap needs a swap_space above 0")
+    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode)
+
+
+def swap_bytes(config: EngineConfig, device: torch.device) -> int:
+    asked = config.cache.swap_space_bytes
+    if asked is None:
+        return DEFAULT_GPU_SWAP_BYTES if device.type == "cuda" else 0
+    free = free_memory_bytes()
+    if asked > free:
+        raise StartError(f"swap_space {asked / GIB:.1f} GiB is more than the {free / GIB:.1f} GiB of free memory")
+    return asked
+
+
+def num_kv_blocks(cache: CacheConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks fit; raises StartError if the memory given holds not even one."""
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks
+    per_block = bytes_per_block(shape, cache.block_size, dtype)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = int(total * cache.gpu_memory_utilization) - (total - free)
+    else:
+        memory = cache.kv_cache_memory_bytes or min(MOST_DEFAULT_CPU_CACHE_BYTES, free_memory_bytes() // 4)
+    if memory < per_block:
+        raise StartError(f"the KV cache has {max(memory, 0) / GIB:.2f} GiB and one block takes {per_block / GIB:.4f} GiB; give it more")
+    return memory // per_block
+
+
+def fitting_length(max_model_len: int, config: EngineConfig, num_blocks: int) -> int:
+    """The length, lowered with a warning if not even one request of it fits the pool."""
+    num_tokens = num_blocks * config.cache.block_size
+    if num_tokens >= max_model_len:
+        return max_model_len
+    logger.warning("max_model_len lowered from %d to %d tokens: all that the KV cache holds", max_model_len, num_tokens)
+    return num_tokens
+
+
+def free_memory_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,80 @@
+"""Executes plans on one device: copies, forward, logits of the rows that need them, sample."""
+
+from __future__ import annotations
+
+import torch
+
+from pagestream.engine.core.step_plan import StepPlan, StepResult, TokenLogprobs
+from pagestream.engine.models.base import CausalLM
+from pagestream.engine.runner.batch import Batch, build_batch
+from pagestream.engine.runner.fault_injection import FaultInjector
+from pagestream.engine.runner.kv_cache import KVCache
+from pagestream.engine.sampling.logprobs import prompt_logprobs
+from pagestream.engine.sampling.sampler import Sampler
+
+SCORED_ROWS_AT_ONCE = 64  # a row of logits is large, and a long prompt has thousands
+
+
+class ModelRunner:
+    """An Executor.  Owns the device's tensors; what it writes is the same however often a plan is run."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        block_size: int,
+        device: torch.device,
+        injector: FaultInjector | None = None,
+    ):
+        self._model = model
+        self._cache = cache
+        self._sampler = sampler
+        self._block_size = block_size
+        self._device = device
+        self._injector = injector
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._cache.swap_out(plan.swap_out)
+        self._cache.swap_in(plan.swap_in)
+        self._cache.copy(plan.copies)
+        self._meet(plan)
+        if not plan.scheduled:
+            return StepResult(plan.step_id, {})
+        if self._injector is not None:
+            self._injector.strike("forward", plan.scheduled)
+        batch = build_batch(plan, self._block_size, self._device)
+        hidden = self._model.forward(batch.input_ids, self._cache.layers, batch.metadata)
+        scored = self._score_prompts(batch, hidden)
+        if not batch.sampling:
+            return StepResult(plan.step_id, {}, scored)
+        logits = self._model.logits(hidden[batch.sampling_rows])
+        if self._injector is not None:
+            self._injector.strike("sample", batch.sampling)
+            self._injector.spoil(logits, batch.sampling)
+        drawn = self._sampler.sample(logits, batch.sampling)
+        return StepResult(plan.step_id, drawn.sampled, scored, drawn.failed)
+
+    def _meet(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            self._sampler.admit(admitted)
+            if self._injector is not None:
+                self._injector.admit(admitted)
+        for seq_id in plan.retired_seq_ids:
+            self._sampler.retire(seq_id)
+            if self._injector is not None:
+                self._injector.retire(seq_id)
+
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
+        scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+        for row, first in batch.scored:
+            num_top = self._sampler.params(row.seq_id).prompt_logprobs or 0
+            entries: tuple[TokenLogprobs, ...] = ()
+            for start in range(0, len(row.scored_token_ids), SCORED_ROWS_AT_ONCE):
+                token_ids = row.scored_token_ids[start : start + SCORED_ROWS_AT_ONCE]
+                rows = hidden[first + start : first + start + len(token_ids)]
+                entries += prompt_logprobs(self._model.logits(rows), token_ids, num_top)
+            scored[row.seq_id] = entries
+        return scored
