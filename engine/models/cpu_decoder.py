@@ -1,0 +1,96 @@
+"""The Llama-shaped family on a CPU: the weights packed once, and a whole step in one call of the compiled operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagestream.engine.attention.base import AttentionMetadata, LayerCache
+from pagestream.engine.attention.cpu_backend import paged_batch
+from pagestream.engine.core.errors import StartError
+from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights
+from pagestream.engine.models.cpu_linear import held
+from pagestream.kernels.cpu.ops import CpuOps, DecoderLayer, DecoderOp, DecoderSizes, PackedLinear
+
+KV_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class CpuDecoder:
+    """A CausalLM.  Activations are float32; with bfloat16 weights they are rounded to bfloat16 at each product's entry.
+
+    Every row of `forward` and `logits` depends on its own sequence alone, bit for bit.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        shape: ModelShape,
+        ops: CpuOps,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Takes the weights over: each is packed and then let go, so that the model is never in memory twice.
+
+        kv_dtype None: the weights' own, float32 where that is float16.  Raises StartError for one that pages cannot have.
+        """
+        dtype = held(weights.final_norm).dtype
+        self.kv_dtype = kv_dtype or dtype
+        if self.kv_dtype not in KV_DTYPES:
+            raise StartError(f"kv_cache_dtype {self.kv_dtype} is not supported on this CPU; use float32 or bfloat16")
+        self.ops = ops
+        packed: list[PackedLinear] = []
+
+        def pack(layer: LayerWeights, name: str, bias: Tensor | None = None, *, paired: bool = False) -> PackedLinear:
+            linear = ops.linear(held(getattr(layer, name)), bias, paired=paired)
+            setattr(layer, name, None)
+            packed.append(linear)
+            return linear
+
+        layers = [
+            DecoderLayer(
+                qkv=pack(layer, "qkv", layer.qkv_bias),
+                o=pack(layer, "o", layer.o_bias),
+                gate_up=pack(layer, "gate_up", paired=True),
+                down=pack(layer, "down"),
+                input_norm=layer.input_norm,
+                post_norm=layer.post_norm,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                window=window,
+            )
+            for layer, window in zip(weights.layers, spec.windows, strict=True)
+        ]
+        tied = weights.head is weights.embedding
+        self.head = ops.linear(held(weights.head))
+        packed.append(self.head)
+        embedding = None if tied else held(weights.embedding)
+        self.op = DecoderOp(ops, sizes(spec), layers, spec.rotary.inv_freq, weights.final_norm, self.head, embedding)
+        num_bytes = sum(linear.num_bytes for linear in packed) + (0 if embedding is None else embedding.nbytes)
+        self.shape = dataclasses.replace(shape, weight_bytes=num_bytes)
+
+    def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
+        return self.op(input_ids, [layer.k for layer in cache], [layer.v for layer in cache], paged_batch(metadata))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+
+def sizes(spec: DecoderSpec) -> DecoderSizes:
+    return DecoderSizes(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        vocab_size=spec.vocab_size,
+        rotary_dim=spec.rotary.rotary_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+        attention_scale=spec.attention_scale,
+        attention_factor=spec.rotary.attention_factor,
+        activation=spec.activation,
+    )
