@@ -1,0 +1,130 @@
+"""What changes the scores before a token is chosen: the protocol, and the parts that need no counting.
+
+A processor keeps its state by sequence and looks at its own sequences only; with none of them in the step it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagestream.engine.core.step_plan import Admitted
+
+
+class LogitsProcessor(Protocol):
+    """Called by the sampler, which sees to it that a sequence is admitted once and each of its output tokens observed once."""
+
+    def admit(self, admitted: Admitted) -> None:
+        """Take note of a sequence and the output tokens it comes with."""
+
+    def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
+        """Change logits [R, V] float32 in place, row r for sequence seq_ids[r]; returns whether anything was changed.
+
+        A row's change must not depend on the other rows.
+        """
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """The sequence goes on with these output tokens."""
+
+    def retire(self, seq_id: int) -> None:
+        """Forget the sequence; it may never have been admitted."""
+
+
+class LogitBias:
+    """Adds a constant to chosen tokens' logits."""
+
+    def __init__(self) -> None:
+        self._biases: dict[int, tuple[list[int], list[float]]] = {}  # token ids, and what to add to each
+
+    def admit(self, admitted: Admitted) -> None:
+        biases = dict(admitted.sampling_params.logit_bias)
+        if biases:
+            self._biases[admitted.seq_id] = (list(biases), list(biases.values()))
+
+    def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
+        rows: list[int] = []
+        token_ids: list[int] = []
+        added: list[float] = []
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id in self._biases:
+                ids, biases = self._biases[seq_id]
+                rows += [row] * len(ids)
+                token_ids += ids
+                added += biases
+        if not rows:
+            return False
+        where = (torch.tensor(rows, device=logits.device), torch.tensor(token_ids, device=logits.device))
+        logits[where] += torch.tensor(added, device=logits.device, dtype=logits.dtype)
+        return True
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """What was said changes nothing here."""
+
+    def retire(self, seq_id: int) -> None:
+        self._biases.pop(seq_id, None)
+
+
+class MinTokens:
+    """Rules out all tokens that would end a sequence, until it has its least number of tokens."""
+
+    def __init__(self, eos_token_ids: frozenset[int]):
+        self._eos_token_ids = eos_token_ids
+        self._ending_ids: dict[int, list[int]] = {}
+        self._num_lacking: dict[int, int] = {}
+
+    def admit(self, admitted: Admitted) -> None:
+        params = admitted.sampling_params
+        ending = params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        if params.min_tokens > len(admitted.output_token_ids) and ending:
+            self._ending_ids[admitted.seq_id] = sorted(ending)
+            self._num_lacking[admitted.seq_id] = params.min_tokens - len(admitted.output_token_ids)
+
+    def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
+        is_changed = False
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id in self._ending_ids:
+                logits[row, self._ending_ids[seq_id]] = -torch.inf
+                is_changed = True
+        return is_changed
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        if seq_id in self._num_lacking:
+            self._num_lacking[seq_id] -= len(token_ids)
+            if self._num_lacking[seq_id] <= 0:
+                self.retire(seq_id)
+
+    def retire(self, seq_id: int) -> None:
+        self._ending_ids.pop(seq_id, None)
+        self._num_lacking.pop(seq_id, None)
+
+
+class AllowedTokens:
+    """Rules out all tokens but those that the request allows."""
+
+    def __init__(self) -> None:
+        self._allowed: dict[int, list[int]] = {}
+
+    def admit(self, admitted: Admitted) -> None:
+        allowed = admitted.sampling_params.allowed_token_ids
+        if allowed is not None:
+            self._allowed[admitted.seq_id] = sorted(set(allowed))
+
+    def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
+        is_changed = False
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id in self._allowed:
+                allowed = torch.tensor(self._allowed[seq_id], device=logits.device)
+                kept = logits[row, allowed]
+                logits[row] = -torch.inf
+                logits[row, allowed] = kept
+                is_changed = True
+        return is_changed
+
+    def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """What was said changes nothing here."""
+
+    def retire(self, seq_id: int) -> None:
+        self._allowed.pop(seq_id, None)

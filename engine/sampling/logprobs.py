@@ -1,0 +1,45 @@
+"""Logprobs of chosen and likeliest tokens.
+
+They are the model's own: before temperature, penalties and masks.  So they say the same of a text whoever sampled it and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagestream.engine.core.step_plan import TokenLogprobs
+from pagestream.engine.sampling.candidates import top_candidates
+
+LOWEST_LOGPROB = -9999.0  # of tokens that the model rules out: JSON has no infinity
+
+
+def score_tokens(logprobs: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]) -> list[TokenLogprobs]:
+    """The chosen token of each row, with as many of the likeliest beside it as that row asks for.
+
+    Shapes: logprobs [R, V] float32, one row per token id.  Among equals the lower id ranks first, as in greedy sampling.
+    """
+    ids = torch.tensor(token_ids, device=logprobs.device)[:, None]
+    chosen = logprobs.gather(-1, ids)
+    ahead = (logprobs > chosen).sum(-1)
+    count = max(num_tops, default=0)
+    top = top_candidates(logprobs, count) if count else None
+    entries = []
+    for row, (token_id, logprob, num_ahead) in enumerate(zip(token_ids, chosen[:, 0].tolist(), ahead.tolist(), strict=True)):
+        pairs: tuple[tuple[int, float], ...] = ()
+        if top is not None:
+            shown = slice(num_tops[row])
+            scores = (max(score, LOWEST_LOGPROB) for score in top.scores[row, shown].tolist())
+            pairs = tuple(zip(top.token_ids[row, shown].tolist(), scores, strict=True))
+        entries.append(TokenLogprobs(token_id, max(logprob, LOWEST_LOGPROB), num_ahead + 1, pairs))
+    return entries
+
+
+def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Score the prompt's own tokens: row r of logits [R, V] float32 against the token that follows it."""
+    if not next_token_ids:
+        return ()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return tuple(score_tokens(logprobs, next_token_ids, [num_top] * len(next_token_ids)))

@@ -1,0 +1,168 @@
+"""From the logits of a step's rows to their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pagestream.engine.core.errors import InvariantBroken
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.step_plan import Admitted, SampledTokens, ScheduledSequence
+from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
+from pagestream.engine.sampling.logits_processors import AllowedTokens, LogitBias, LogitsProcessor, MinTokens
+from pagestream.engine.sampling.logprobs import score_tokens
+from pagestream.engine.sampling.penalties import Penalties
+from pagestream.engine.sampling.randomness import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one step's sampling gave: a row is in `failed`, or each of its samples in `sampled`."""
+
+    sampled: dict[int, SampledTokens] = field(default_factory=dict)  # by the sample's seq_id
+    failed: dict[int, str] = field(default_factory=dict)  # by the row's seq_id
+
+
+@dataclass(slots=True)
+class SamplingState:
+    params: SamplingParams
+    num_known: int  # tokens that the processors have seen: prompt and output up to here
+
+
+class Sampler:
+    """Invariant: a row's tokens and logprobs depend, to the bit, on its own logits, tokens, parameters and seed alone.
+
+    Pipeline: bias, penalties, then what rules tokens out (min_tokens, allowed_token_ids, further processors), so that nothing
+    can bring a ruled out token back; then temperature and truncation, see drawing.py.  Every call can be repeated.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int], processors: Sequence[LogitsProcessor] = ()):
+        self._processors: tuple[LogitsProcessor, ...] = (
+            LogitBias(),
+            Penalties(),
+            MinTokens(eos_token_ids),
+            AllowedTokens(),
+            *processors,
+        )
+        self._states: dict[int, SamplingState] = {}
+
+    def admit(self, admitted: Admitted) -> None:
+        """Meet a sequence; nothing happens if it is known already."""
+        if admitted.seq_id in self._states:
+            return
+        num_known = len(admitted.prompt_token_ids) + len(admitted.output_token_ids)
+        self._states[admitted.seq_id] = SamplingState(admitted.sampling_params, num_known)
+        for processor in self._processors:
+            processor.admit(admitted)
+
+    def observe(self, seq_id: int, token_ids: Sequence[int], start: int) -> None:
+        """Tokens of the sequence from position `start` on; those that are known already are passed over."""
+        state = self._states[seq_id]
+        if start > state.num_known:
+            raise InvariantBroken(f"sequence {seq_id} was seen up to token {state.num_known}, and now goes on at {start}")
+        new = token_ids[state.num_known - start :]
+        if new:
+            state.num_known += len(new)
+            for processor in self._processors:
+                processor.observe(seq_id, new)
+
+    def params(self, seq_id: int) -> SamplingParams:
+        return self._states[seq_id].params
+
+    def retire(self, seq_id: int) -> None:
+        """Forget a sequence; nothing happens if it is unknown."""
+        if self._states.pop(seq_id, None) is not None:
+            for processor in self._processors:
+                processor.retire(seq_id)
+
+    def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Drawn:
+        """Draw every sample of every row; observes the rows' tokens first.
+
+        logits [R, V] float32, contiguous, one row per scheduled sequence; they are changed.  A row whose logits are not finite
+        numbers, or whose parameters leave no token, fails alone.
+        """
+        if not rows:
+            return Drawn()
+        for row in rows:
+            self.observe(row.seq_id, row.token_ids, row.start)
+        params = [self._states[row.seq_id].params for row in rows]
+        # One pass serves greedy rows and the check at once: the maximum of a row with a NaN is NaN.
+        best = logits.max(-1)
+        drawn = Drawn(failed={rows[i].seq_id: "the model's logits are not finite numbers" for i in not_finite(best.values)})
+        scored = [index for index, one in enumerate(params) if wants_logprobs(one) and rows[index].seq_id not in drawn.failed]
+        logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None
+        seq_ids = [row.seq_id for row in rows]
+        changes = [processor.apply(logits, seq_ids) for processor in self._processors]
+        if any(changes):
+            best = logits.max(-1)
+            for index in not_finite(best.values):
+                drawn.failed.setdefault(rows[index].seq_id, "the request's parameters leave no token to choose")
+        token_ids = self._choose(logits, best.indices.tolist(), rows, params, drawn.failed)
+        if logprobs is None:
+            drawn.sampled.update((seq_id, SampledTokens((token_id,))) for (_, seq_id), token_id in token_ids.items())
+        else:
+            score_samples(drawn.sampled, token_ids, logprobs, scored, params)
+        return drawn
+
+    def _choose(
+        self,
+        logits: Tensor,
+        greedy_ids: Sequence[int],
+        rows: Sequence[ScheduledSequence],
+        params: Sequence[SamplingParams],
+        failed: dict[int, str],
+    ) -> dict[tuple[int, int], int]:
+        """(row's index, sample's seq_id) -> token id, in that order."""
+        chosen: dict[tuple[int, int], int] = {}
+        random_rows: list[int] = []
+        draws: list[Draw] = []
+        for index, row in enumerate(rows):
+            if row.seq_id in failed:
+                continue
+            for sample in row.samples:
+                chosen[index, sample.seq_id] = greedy_ids[index]
+            if not params[index].is_greedy:
+                position = row.start + len(row.token_ids)
+                draws += [Draw(len(random_rows), uniform(sample.seed, position)) for sample in row.samples]
+                random_rows.append(index)
+        if draws:
+            keys = [(index, sample.seq_id) for index in random_rows for sample in rows[index].samples]
+            drawn = draw_tokens(select(logits, random_rows), [params[index] for index in random_rows], draws)
+            chosen.update(zip(keys, drawn, strict=True))
+        return chosen
+
+
+def not_finite(values: Tensor) -> list[int]:
+    return [index for index, is_fine in enumerate(values.isfinite().tolist()) if not is_fine]
+
+
+def wants_logprobs(params: SamplingParams) -> bool:
+    """To be shown, or to rank the answers by."""
+    return params.logprobs is not None or params.num_sequences > params.n
+
+
+def score_samples(
+    sampled: dict[int, SampledTokens],
+    token_ids: dict[tuple[int, int], int],
+    logprobs: Tensor,
+    scored: Sequence[int],
+    params: Sequence[SamplingParams],
+) -> None:
+    """Put every chosen token into `sampled`, with its logprobs where its row is one of `scored`; logprobs [len(scored), V]."""
+    place_of = {row: place for place, row in enumerate(scored)}
+    wanted = [(row, seq_id) for row, seq_id in token_ids if row in place_of]
+    num_tops = [params[row].logprobs or 0 for row, _ in wanted]
+    places = [place_of[row] for row, _ in wanted]
+    by_sample = logprobs if places == list(range(logprobs.shape[0])) else logprobs[places]
+    entries = dict(zip(wanted, score_tokens(by_sample, [token_ids[key] for key in wanted], num_tops), strict=True))
+    for key, token_id in token_ids.items():
+        row, seq_id = key
+        entry = entries.get(key)
+        if entry is None:
+            sampled[seq_id] = SampledTokens((token_id,))
+            continue
+        shown = None if params[row].logprobs is None else (entry,)
+        sampled[seq_id] = SampledTokens((token_id,), shown, entry.logprob if params[row].num_sequences > params[row].n else 0.0)
