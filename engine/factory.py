@@ -10,6 +10,7 @@ import torch
 
 from pagestream.engine.admission import QueueLimits
 from pagestream.engine.attention.base import AttentionBackend
+from pagestream.engine.attention.cpu_backend import CpuAttentionBackend
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.block_manager import BlockManager
 from pagestream.engine.core.config import CacheConfig, EngineConfig, PreemptionMode
@@ -20,6 +21,8 @@ from pagestream.engine.intake import Intake, Limits
 from pagestream.engine.llm_engine import LLMEngine
 from pagestream.engine.metrics import EngineListener
 from pagestream.engine.models.base import CausalLM
+from pagestream.engine.models.cpu_decoder import CpuDecoder
+from pagestream.engine.models.cpu_linear import CpuLinearMaker
 from pagestream.engine.models.decoder import TorchDecoder
 from pagestream.engine.models.gguf_file import GgufFile
 from pagestream.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
@@ -32,6 +35,7 @@ from pagestream.engine.sampling.sampler import Sampler
 from pagestream.engine.text.chat_template import ChatTemplate
 from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
+from pagestream.kernels.cpu.ops import load_ops, supports_pages
 
 logger = logging.getLogger(__name__)
 
@@ -136,17 +140,26 @@ def find_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
 
 def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> CausalLM:
     kv_dtype = None if config.cache.dtype == "auto" else getattr(torch, config.cache.dtype)
+    ops = load_ops(config.cpu_threads) if device.type == "cpu" else None
     if checkpoint.is_decoder:
         loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype)
+        if ops is not None and supports_pages(kv_dtype or checkpoint.dtype, loaded.shape.head_size, config.cache.block_size):
+            return CpuDecoder(loaded.spec, loaded.weights, loaded.shape, ops, kv_dtype=kv_dtype)
         max_model_len = config.model.max_model_len or loaded.shape.max_model_len
-        attention: AttentionBackend = TorchAttention()
         return TorchDecoder(
-            loaded.spec, loaded.weights, loaded.shape, attention, max_model_len=max_model_len, kv_dtype=kv_dtype
+            loaded.spec, loaded.weights, loaded.shape, TorchAttention(), max_model_len=max_model_len, kv_dtype=kv_dtype
         )
     from pagestream.engine.models.hf import load_transformers
 
+    attention: AttentionBackend = TorchAttention() if ops is None else CpuAttentionBackend(ops)
     return load_transformers(
-        checkpoint, config.model, device=device, dtype=checkpoint.dtype, attention=TorchAttention(), kv_dtype=kv_dtype
+        checkpoint,
+        config.model,
+        device=device,
+        dtype=checkpoint.dtype,
+        attention=attention,
+        kv_dtype=kv_dtype,
+        make_linear=None if ops is None else CpuLinearMaker(ops),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from pagestream.engine.core.step_plan import BlockCopy
 class KVCache:
     """Pages of all layers in one tensor per pool, [L, 2, B, G, K, D]: a block is one index of the third axis, everywhere.
 
-    Zeroed at birth, so that no slot ever holds a NaN that nobody wrote; on a CPU the system hands the zeros out lazily.
+    Zeroed at birth, so that no slot ever holds a NaN that nobody wrote.
     """
 
     def __init__(
@@ -28,13 +30,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        def pages(count: int, where: torch.device | str) -> Tensor:
-            sizes = (shape.num_layers, 2, count, shape.num_kv_heads, block_size, shape.head_size)
-            pin = device.type == "cuda" and torch.device(where).type == "cpu" and count > 0
-            return torch.zeros(sizes, dtype=dtype, device=where, pin_memory=pin)
+        def sizes(count: int) -> tuple[int, ...]:
+            return shape.num_layers, 2, count, shape.num_kv_heads, block_size, shape.head_size
 
-        self._pages = pages(num_blocks, device)
-        self._swapped = pages(num_swap_blocks, "cpu")
+        is_gpu = device.type == "cuda"
+        self._pages = torch.zeros(sizes(num_blocks), dtype=dtype, device=device) if is_gpu else lazy_zeros(sizes(num_blocks), dtype)
+        if is_gpu and num_swap_blocks:
+            self._swapped = torch.zeros(sizes(num_swap_blocks), dtype=dtype, pin_memory=True)
+        else:
+            self._swapped = lazy_zeros(sizes(num_swap_blocks), dtype)
         self.layers = [LayerCache(k=layer[0], v=layer[1]) for layer in self._pages]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -46,6 +50,12 @@ class KVCache:
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         move(self._swapped, self._pages, copies)
+
+
+def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are written; torch.zeros writes them all."""
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(sizes)
 
 
 def move(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
