@@ -54,8 +54,8 @@ class KVCache:
 
 def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take memory only where they are written; torch.zeros writes them all."""
-    num_bytes = math.prod(sizes) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(sizes)
+    as_integers = {1: np.uint8, 2: np.int16, 4: np.int32}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(math.prod(sizes), as_integers)).view(dtype).view(sizes)
 
 
 def move(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
