@@ -105,9 +105,9 @@ def serve(
     options = dict(locals())
     start_logging(log_level)
     engine_args, settings = to_engine_args(options), to_settings(options)
-    from pagestream.engine import AsyncLLMEngine  # brings torch with it, which the other commands need not wait for
-
     with bind(host, port) as bound:
+        from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
+
         metrics = Metrics(settings.name)
         engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
         print_start(engine, settings, *bound.getsockname()[:2])

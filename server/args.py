@@ -18,17 +18,17 @@ COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20
 BYTE_UNITS = {"": 2**30, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-def count(text: str) -> int:
-    """8192, 8k or 8K.  Raises BadParameter."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([kmgKMG]?)", text.strip())
+def count(text: object) -> int:
+    """8192, 8k or 8K; an option's default comes as a number.  Raises BadParameter."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([kmgKMG]?)", str(text).strip())
     if not found:
         raise typer.BadParameter(f"{text!r} is not a count such as 8192, 8k (8,000) or 8K (8,192)")
     return int(float(found[1]) * COUNT_UNITS[found[2]])
 
 
-def gib(text: str) -> float:
+def gib(text: object) -> float:
     """Gibibytes: 2, 1.5, 512M or 2GiB.  Raises BadParameter."""
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", str(text).strip().lower())
     if not found:
         raise typer.BadParameter(f"{text!r} is not a size such as 2 (GiB), 1.5G or 512M")
     return float(found[1]) * BYTE_UNITS[found[2]] / 2**30
@@ -52,7 +52,6 @@ ServedNames = Annotated[list[str] | None, option("--served-model-name", SERVER, 
 ApiKeys = Annotated[list[str] | None, option("--api-key", SERVER, "Ask for this key below /v1; may be repeated.")]
 Origins = Annotated[list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")]
 
-EngineOptions = dict[str, Any]
 ENGINE_OPTIONS = frozenset(field.name for field in fields(EngineArgs))
 
 

@@ -1,0 +1,89 @@
+"""The command line: sizes, environment, and one clear line with exit code 2 for what can't be."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import typer
+
+from pagestream.server import __main__ as command
+from pagestream.server.args import ENGINE_OPTIONS, count, gib
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pagestream.server", *arguments], capture_output=True, text=True, timeout=60, env=os.environ | environment
+    )
+
+
+def complaint(*arguments: str, **environment: str) -> str:
+    done = run(*arguments, **environment)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pagestream: error: ")
+    return line
+
+
+def test_version():
+    assert run("--version").stdout == f"pagestream {version('pagestream')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--bogus"], "--bogus"),
+        (["--port", "x"], "--port"),
+        (["--max-model-len", "12q"], "--max-model-len"),
+        (["--swap-space", "much"], "--swap-space"),
+        (["--log-level", "loud"], "--log-level"),
+        (["--drain-timeout", "-1"], "--drain-timeout"),
+        (["--port", "70000"], "70000"),
+        (["--host", "256.0.0.1"], "256.0.0.1"),
+    ],
+)
+def test_an_option_that_cant_be_is_one_line_and_exit_code_2(arguments, named):
+    assert named in complaint("serve", *arguments)
+
+
+def test_the_environment_is_read_like_flags():
+    assert "loud" in complaint("serve", PAGESTREAM_LOG_LEVEL="loud")
+    assert "12q" in complaint("serve", PAGESTREAM_MAX_NUM_SEQS="12q")
+
+
+def test_a_port_in_use_is_found_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "in use" in complaint("serve", "--port", str(taken.getsockname()[1]))
+
+
+def test_openapi_is_written_to_a_file(tmp_path: Path):
+    done = run("openapi", "--output", str(tmp_path / "api.yaml"))
+    assert done.returncode == 0
+    assert (tmp_path / "api.yaml").read_text(encoding="utf-8") == run("openapi").stdout
+
+
+@pytest.mark.parametrize(("text", "value"), [("32", 32), ("32k", 32_000), ("32K", 32_768), ("1.5K", 1536), ("1m", 1_000_000), (8192, 8192)])
+def test_counts(text, value):
+    assert count(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("2", 2.0), ("1.5", 1.5), ("512M", 0.5), ("2GiB", 2.0), ("2 gb", 2.0), ("1t", 1024.0), (0.5, 0.5)])
+def test_sizes(text, value):
+    assert gib(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1e3", "nan", "12q", "١"])
+def test_what_is_no_size(text):
+    for parse in (count, gib):
+        with pytest.raises(typer.BadParameter):
+            parse(text)
+
+
+def test_every_engine_option_has_a_flag():
+    flags = set(command.serve.__annotations__)
+    assert flags >= ENGINE_OPTIONS, ENGINE_OPTIONS - flags

@@ -1,0 +1,120 @@
+"""Signals and exit codes of a server process (C37)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STORY = {"model": "m", "prompt": "A long walk", "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@dataclass
+class Spawned:
+    process: subprocess.Popen[str]
+    client: httpx.Client
+
+
+@contextmanager
+def spawned(*flags: str) -> Iterator[Spawned]:
+    command = [sys.executable, "-m", "tests.server.serve_fake", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+            end_s = time.monotonic() + 10
+            while True:
+                try:
+                    if client.get("/readyz").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    assert time.monotonic() < end_s
+                time.sleep(0.02)
+            yield Spawned(process, client)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., Spawned]]:
+    with ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(spawned(*flags))
+
+
+def begin(server: Spawned, stack: ExitStack, max_tokens: int) -> Iterator[str]:
+    """A stream that has given its first event."""
+    response = stack.enter_context(server.client.stream("POST", "/v1/completions", json={**STORY, "max_tokens": max_tokens}))
+    lines = response.iter_lines()
+    assert next(lines).startswith("data: {")
+    return lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_drain_serves_what_runs_and_refuses_the_rest(spawn, number):
+    server: Spawned = spawn("--drain-timeout", "10")
+    with ExitStack() as stack:
+        lines = begin(server, stack, 80)
+        server.process.send_signal(number)
+        end_s = time.monotonic() + 1
+        while server.client.get("/readyz").status_code == 200:
+            assert time.monotonic() < end_s, "readiness must turn at once"
+        assert server.client.get("/health").status_code == 200
+        refused = server.client.post("/v1/completions", json={"model": "m", "prompt": "a"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "server_draining"
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert len(rest) > 40
+    assert server.process.wait(5) == 0
+
+
+def test_an_idle_server_ends_at_once(spawn):
+    server: Spawned = spawn()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(2) == 0
+
+
+def test_a_second_signal_ends_at_once(spawn):
+    server: Spawned = spawn("--drain-timeout", "60")
+    with ExitStack() as stack:
+        lines = begin(server, stack, 50_000)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2) == 128 + signal.SIGTERM
+        del lines  # held until here: dropping it closes the connection
+
+
+def test_a_drain_that_runs_out_tells_its_readers(spawn):
+    server: Spawned = spawn("--drain-timeout", "0.5")
+    with ExitStack() as stack:
+        lines = begin(server, stack, 50_000)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
+    assert server.process.wait(5) == 0
+
+
+def test_the_engines_end_is_a_failure_of_the_process(spawn):
+    server: Spawned = spawn("--die-after", "0.7")
+    with ExitStack() as stack:
+        rest = [line for line in begin(server, stack, 50_000) if line]
+    assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
+    assert server.process.wait(5) == 1

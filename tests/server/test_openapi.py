@@ -1,0 +1,42 @@
+"""openapi.yaml in the repository is what the server says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from pagestream.server.app import bare_app
+from pagestream.server.openapi import as_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_file_is_the_description():
+    text = (ROOT / "openapi.yaml").read_text(encoding="utf-8")
+    assert text == as_yaml(bare_app().openapi()), "run: pagestream openapi --output openapi.yaml"
+
+
+def test_every_reference_leads_somewhere():
+    document = yaml.safe_load((ROOT / "openapi.yaml").read_text(encoding="utf-8"))
+    schemas = document["components"]["schemas"]
+
+    def references(node):
+        if isinstance(node, dict):
+            yield from ([node["$ref"]] if "$ref" in node else [])
+            node = list(node.values())
+        if isinstance(node, list):
+            for child in node:
+                yield from references(child)
+
+    found = set(references(document))
+    assert {"#/components/schemas/CompletionRequest", "#/components/schemas/ChatRequest", "#/components/schemas/ErrorEnvelope"} <= found
+    assert {reference.rsplit("/", 1)[1] for reference in found} <= set(schemas)
+
+
+def test_ranges_and_refusals_are_in_the_schema():
+    schema = bare_app().openapi()["components"]["schemas"]["CompletionRequest"]
+    assert schema["additionalProperties"] is False
+    temperature = schema["properties"]["temperature"]["anyOf"][0]
+    assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
+    assert set(schema["required"]) == {"model", "prompt"}
