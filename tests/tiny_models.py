@@ -64,7 +64,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "long_factor": [2.0 + 0.5 * i for i in range(12)],
         },
     },
-    "gemma2": {**DECODER, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 20.0},
+    # Tied, its scaled embedding would outshine all layers, and every token would be followed by itself.
+    "gemma2": {
+        **DECODER,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 20.0,
+        "tie_word_embeddings": False,
+    },
     "opt": {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -79,10 +87,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(arch: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Write a checkpoint of one of ARCHITECTURES; `changes` overrides keys of its config.  Returns the folder."""
+    """Write a checkpoint of one of ARCHITECTURES, or of another whose whole config is given as `changes`.  Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.for_model(arch, **{**CONFIGS[arch], **SPECIAL_TOKENS, **changes})
+    config = AutoConfig.for_model(arch, **{**CONFIGS.get(arch, {}), **SPECIAL_TOKENS, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():

@@ -53,7 +53,7 @@ class TorchDecoder:
         self.final_norm = RMSNorm(weights.final_norm, spec.rms_norm_eps)
         self.head = make_linear(weights.head, None)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
         hidden = F.embedding(input_ids, self.embedding)
         rotation = self.rotary.at(metadata.positions)
@@ -62,7 +62,7 @@ class TorchDecoder:
             hidden = hidden + layer.mlp(layer.post_norm(hidden))
         return self.final_norm(hidden)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).to(torch.float32, copy=True).contiguous()
 

@@ -75,13 +75,13 @@ class TransformersLM:
         self.kv_dtype = kv_dtype
         self.is_cpu = next(tap.parameters()).device.type == "cpu"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
         step = Step(self.attention, cache, metadata, self.windows)
         with self.rows():
             return run_with(step, functools.partial(decode, self.tap, input_ids, metadata.positions))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         with self.rows():
             return head_logits(self.model, self.tap, hidden)
@@ -208,7 +208,11 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, model_config: Any, n
 
 def insert_tap(model: Any, name: str) -> Tap:
     """Put a Tap around the innermost decoder, wherever the model keeps it."""
+    from transformers import PreTrainedModel
+
     decoder = model.get_decoder()
+    if decoder is model:  # some classes name the part that they keep otherwise than their base class expects
+        decoder = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
     path = next((path for path, module in model.named_modules() if module is decoder), "")
     if not path:
         raise refusal(name, "its decoder can't be told from its head")
@@ -232,7 +236,7 @@ def probe_model(model: Any, tap: Tap, name: str, *, num_layers: int, num_positio
     tokens = torch.arange(NUM_PROBE_TOKENS, device=device)
     hidden: list[Tensor] = []
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             found = probe(
                 model,
                 lambda: hidden.append(decode(tap, tokens, tokens)),
