@@ -77,11 +77,10 @@ class Live:
 
 
 @contextmanager
-def running(engine_options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Live]:
+def served(engine: Any, metrics: Metrics, **settings: Any) -> Iterator[Live]:
+    """A server around this engine, which must already listen to the metrics."""
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
-    metrics = Metrics("m")
-    engine = FakeEngine(metrics, **(engine_options or {}))
-    app = create_app(engine, ServerSettings(**options), metrics)  # type: ignore[arg-type]
+    app = create_app(engine, ServerSettings(**options), metrics)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1))
     loops: list[asyncio.AbstractEventLoop] = []
@@ -102,6 +101,13 @@ def running(engine_options: dict[str, Any] | None = None, **settings: Any) -> It
     server.should_exit = True
     thread.join(5)
     assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def running(engine_options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Live]:
+    metrics = Metrics("m")
+    with served(FakeEngine(metrics, **(engine_options or {})), metrics, **settings) as live:
+        yield live
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +133,11 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     assert all(block.startswith(b"data: ") and b"\n" not in block for block in blocks), blocks
     assert blocks.pop() == b"data: [DONE]"
     return [json.loads(block[6:]) for block in blocks]
+
+
+def counts(usage: dict[str, Any]) -> list[int]:
+    """The three numbers of a usage; how many tokens came from the cache may differ between runs."""
+    return [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
 
 
 def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
