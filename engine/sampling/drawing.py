@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pagestream.engine.core.errors import InvariantBroken
 from pagestream.engine.core.sampling_params import SamplingParams
-from pagestream.engine.sampling.candidates import settle_ties, top_candidates
+from pagestream.engine.sampling.candidates import first_tokens, top_candidates
 
 MAX_CANDIDATES = 256  # sorted for every row that truncates; a row whose kept set is larger gets a sort of its own
+MANY_CANDIDATES = 4096  # of that sort, unless they do not suffice either
 SPAN = 256  # tokens summed as one step of the cumulative distribution
 
 
@@ -33,20 +34,22 @@ class Draw:
 def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]) -> list[int]:
     """One token id per draw.
 
-    logits [R, V] float32, each row with a finite maximum; params one per row, none of them greedy.  Changes nothing.
+    logits [R, V] float32, each row with a finite maximum, are changed; params one per row, none of them greedy.
     """
     temperatures = torch.tensor([one.temperature for one in params], device=logits.device, dtype=logits.dtype)[:, None]
     # The maximum goes first: dividing may then underflow, never overflow.
-    probabilities = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperatures, dim=-1)
+    scores = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures)
+    probabilities = torch.softmax(scores, dim=-1)
     truncates = [one.top_p < 1.0 or 0 < one.top_k < logits.shape[-1] for one in params]
     cut = [index for index, draw in enumerate(draws) if truncates[draw.row]]
     full = [index for index, draw in enumerate(draws) if not truncates[draw.row]]
     token_ids = [0] * len(draws)
-    for some, draw_some in ((cut, draw_truncated), (full, draw_untruncated)):
-        if some:
-            drawn = draw_some(logits, probabilities, params, [draws[index] for index in some])
-            for index, token_id in zip(some, drawn, strict=True):
-                token_ids[index] = token_id
+    if cut:
+        for index, token_id in zip(cut, draw_truncated(scores, probabilities, params, [draws[i] for i in cut]), strict=True):
+            token_ids[index] = token_id
+    if full:
+        for index, token_id in zip(full, draw_untruncated(probabilities, params, [draws[i] for i in full]), strict=True):
+            token_ids[index] = token_id
     return token_ids
 
 
@@ -56,19 +59,19 @@ def select(rows_of: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def draw_truncated(
-    logits: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]
+    scores: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]
 ) -> Iterator[int]:
     """Sort the likeliest tokens of each row once, keep what the row's truncation keeps, and choose among these."""
     rows = sorted({draw.row for draw in draws})
     count = min(MAX_CANDIDATES, max(params[row].top_k if params[row].top_k > 0 else MAX_CANDIDATES for row in rows))
-    top = top_candidates(select(logits, rows), count)
-    ids = torch.from_numpy(top.token_ids).to(logits.device)
+    top = top_candidates(select(scores, rows), count)
+    ids = torch.from_numpy(top.token_ids).to(scores.device)
     weights = select(probabilities, rows).gather(-1, ids).cpu().numpy().astype(np.float64)
     kept: dict[int, Kept] = {}
     for index, row in enumerate(rows):
-        num_kept = count_kept(weights[index], params[row], logits.shape[-1])
+        num_kept = count_kept(weights[index], params[row], scores.shape[-1])
         if num_kept is None:
-            kept[row] = keep_many(logits[row], probabilities[row], params[row])
+            kept[row] = keep_many(scores[row], probabilities[row], params[row])
         else:
             kept[row] = Kept.of(top.token_ids[index, :num_kept], weights[index, :num_kept])
     for draw in draws:
@@ -113,28 +116,20 @@ def count_kept(weights: NDArray[np.float64], params: SamplingParams, vocab_size:
     return num_kept
 
 
-def keep_many(logits: Tensor, probabilities: Tensor, params: SamplingParams) -> Kept:
-    """The same for one row, logits [V], that keeps more than MAX_CANDIDATES tokens."""
-    scores, weights = logits.cpu().numpy(), probabilities.cpu().numpy()
-    vocab_size = len(scores)
-    if 0 < params.top_k < vocab_size:
-        lowest = np.partition(scores, vocab_size - params.top_k)[vocab_size - params.top_k]
-        considered = [settle_ties(scores, lowest, params.top_k)[0]]
-    else:
-        # Tokens this unlikely have less than 1 - top_p together, so top_p is reached without them, but for rounding.
-        likely = np.flatnonzero(weights > 0.5 * (1.0 - params.top_p) / vocab_size)
-        considered = [likely[np.argsort(-scores[likely], kind="stable")], np.argsort(-scores, kind="stable")]
-    for token_ids in considered:
-        in_order = weights[token_ids].astype(np.float64)
-        num_kept = count_kept(in_order, params, vocab_size)
+def keep_many(scores: Tensor, probabilities: Tensor, params: SamplingParams) -> Kept:
+    """The same for one row, scores [V], that keeps more than MAX_CANDIDATES tokens."""
+    row_scores, weights = scores.cpu().numpy(), probabilities.cpu().numpy()
+    vocab_size = len(row_scores)
+    for count in (params.top_k,) if 0 < params.top_k < vocab_size else (MANY_CANDIDATES, vocab_size):
+        token_ids = first_tokens(row_scores, count)
+        ordered = weights[token_ids].astype(np.float64)
+        num_kept = count_kept(ordered, params, vocab_size)
         if num_kept is not None:
-            return Kept.of(token_ids[:num_kept], in_order[:num_kept])
+            return Kept.of(token_ids[:num_kept], ordered[:num_kept])
     raise InvariantBroken("the whole vocabulary does not reach top_p")
 
 
-def draw_untruncated(
-    logits: Tensor, probabilities: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]
-) -> Iterator[int]:
+def draw_untruncated(probabilities: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draw]) -> Iterator[int]:
     """Find the span of token ids first, then the token inside it, so that a row is summed in parallel and never sorted."""
     rows = sorted({draw.row for draw in draws})
     weights = select(probabilities, rows)

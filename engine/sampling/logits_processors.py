@@ -37,28 +37,21 @@ class LogitBias:
     """Adds a constant to chosen tokens' logits."""
 
     def __init__(self) -> None:
-        self._biases: dict[int, tuple[list[int], list[float]]] = {}  # token ids, and what to add to each
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # token ids, each once, and what to add to each
 
     def admit(self, admitted: Admitted) -> None:
         biases = dict(admitted.sampling_params.logit_bias)
         if biases:
-            self._biases[admitted.seq_id] = (list(biases), list(biases.values()))
+            self._biases[admitted.seq_id] = (torch.tensor(list(biases)), torch.tensor(list(biases.values()), dtype=torch.float32))
 
     def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
-        rows: list[int] = []
-        token_ids: list[int] = []
-        added: list[float] = []
+        is_changed = False
         for row, seq_id in enumerate(seq_ids):
             if seq_id in self._biases:
-                ids, biases = self._biases[seq_id]
-                rows += [row] * len(ids)
-                token_ids += ids
-                added += biases
-        if not rows:
-            return False
-        where = (torch.tensor(rows, device=logits.device), torch.tensor(token_ids, device=logits.device))
-        logits[where] += torch.tensor(added, device=logits.device, dtype=logits.dtype)
-        return True
+                token_ids, biases = self._biases[seq_id]
+                logits[row, token_ids.to(logits.device)] += biases.to(logits.device)
+                is_changed = True
+        return is_changed
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """What was said changes nothing here."""
@@ -72,21 +65,21 @@ class MinTokens:
 
     def __init__(self, eos_token_ids: frozenset[int]):
         self._eos_token_ids = eos_token_ids
-        self._ending_ids: dict[int, list[int]] = {}
+        self._ending_ids: dict[int, Tensor] = {}
         self._num_lacking: dict[int, int] = {}
 
     def admit(self, admitted: Admitted) -> None:
         params = admitted.sampling_params
         ending = params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
         if params.min_tokens > len(admitted.output_token_ids) and ending:
-            self._ending_ids[admitted.seq_id] = sorted(ending)
+            self._ending_ids[admitted.seq_id] = torch.tensor(sorted(ending))
             self._num_lacking[admitted.seq_id] = params.min_tokens - len(admitted.output_token_ids)
 
     def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
         is_changed = False
         for row, seq_id in enumerate(seq_ids):
             if seq_id in self._ending_ids:
-                logits[row, self._ending_ids[seq_id]] = -torch.inf
+                logits[row, self._ending_ids[seq_id].to(logits.device)] = -torch.inf
                 is_changed = True
         return is_changed
 
@@ -105,18 +98,18 @@ class AllowedTokens:
     """Rules out all tokens but those that the request allows."""
 
     def __init__(self) -> None:
-        self._allowed: dict[int, list[int]] = {}
+        self._allowed: dict[int, Tensor] = {}
 
     def admit(self, admitted: Admitted) -> None:
         allowed = admitted.sampling_params.allowed_token_ids
         if allowed is not None:
-            self._allowed[admitted.seq_id] = sorted(set(allowed))
+            self._allowed[admitted.seq_id] = torch.tensor(sorted(set(allowed)))
 
     def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
         is_changed = False
         for row, seq_id in enumerate(seq_ids):
             if seq_id in self._allowed:
-                allowed = torch.tensor(self._allowed[seq_id], device=logits.device)
+                allowed = self._allowed[seq_id].to(logits.device)
                 kept = logits[row, allowed]
                 logits[row] = -torch.inf
                 logits[row, allowed] = kept

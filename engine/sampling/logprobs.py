@@ -23,7 +23,8 @@ def score_tokens(logprobs: Tensor, token_ids: Sequence[int], num_tops: Sequence[
     """
     ids = torch.tensor(token_ids, device=logprobs.device)[:, None]
     chosen = logprobs.gather(-1, ids)
-    ahead = (logprobs > chosen).sum(-1)
+    # Counted in float32, exact below 2**24 and several times faster than adding up booleans.
+    ahead = torch.gt(logprobs, chosen, out=torch.empty_like(logprobs)).sum(-1).int()
     count = max(num_tops, default=0)
     top = top_candidates(logprobs, count) if count else None
     entries = []

@@ -30,8 +30,8 @@ KINDS = [
 ]
 
 
-def some_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+def some_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def row_of(seq_id: int, seed: int | None = None, token_ids: tuple[int, ...] = (13,), start: int = 3) -> ScheduledSequence:
@@ -49,16 +49,17 @@ def run(params: dict[int, SamplingParams], logits: torch.Tensor, seed: int | Non
     return sampler_of(params).sample(logits.clone(), [row_of(seq_id, seed) for seq_id in params])
 
 
-@pytest.mark.parametrize("num_others", [1, 6, 32])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_is_the_same_bits_in_any_company(num_others, threads):
+@pytest.mark.parametrize(
+    ("num_others", "vocab_size", "threads"), [(1, 5000, 1), (6, 5000, 2), (32, 5000, 2), (6, 49152, 2), (32, 50257, 2)]
+)
+def test_a_row_is_the_same_bits_in_any_company(num_others, vocab_size, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        logits = some_logits(len(KINDS) + num_others, seed=num_others)
+        logits = some_logits(len(KINDS) + num_others, num_others, vocab_size)
         alone = {i: run({i: one}, logits[i : i + 1]).sampled[i] for i, one in enumerate(KINDS)}
         rng = random.Random(num_others)
-        for _ in range(4):
+        for _ in range(3):
             params = dict(enumerate(KINDS)) | {len(KINDS) + i: rng.choice(KINDS) for i in range(num_others)}
             order = rng.sample(sorted(params), len(params))
             crowd = run({i: params[i] for i in order}, logits[order])
@@ -135,6 +136,10 @@ def test_recomputed_tokens_are_not_new():
             preempted.sample(some_logits(1), [row_of(1, token_ids=(21,), start=step)])
     again = preempted.sample(some_logits(1, 3), [row_of(1, token_ids=(*PROMPT, 21, 21, 21, 21), start=0)])
     assert again == straight.sample(some_logits(1, 3), [row_of(1, token_ids=(21,), start=7)])
+
+
+def test_params_of_a_sequence_are_kept():
+    assert sampler_of({1: KINDS[3]}).params(1) is KINDS[3]
 
 
 def test_a_gap_in_the_tokens_is_a_bug():
