@@ -53,8 +53,23 @@ def test_template_file_goes_before_the_entry(folder):
     assert loaded.chat_templates["rag"] == "with documents"
 
 
+def test_folder_without_tokenizer_json(tmp_path, tokenizer, smollm2_metadata):
+    """Older folders have the vocabulary and the merges in files of their own."""
+    vocab = {token: token_id for token_id, token in enumerate(smollm2_metadata["tokenizer.ggml.tokens"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(smollm2_metadata["tokenizer.ggml.merges"]) + "\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "plain"}))
+    loaded = load_tokenizer(tmp_path)
+    text = "Streams of tokens: naïve 🤗\n"
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.chat_template) == (1, 2, "plain")
+    assert loaded.pieces is not None
+
+
 def test_slow_tokenizer_gives_the_same(tmp_path):
-    """A vocabulary of transformers' own, in Python: characters and a few words."""
+    """A vocabulary of transformers' own in Python, one token a byte."""
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer().save_pretrained(tmp_path)
