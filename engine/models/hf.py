@@ -195,11 +195,12 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, model_config: Any, n
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed or 0)
                 return AutoModelForCausalLM.from_config(model_config, **options)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.files.folder), config=model_config, local_files_only=True, output_loading_info=True, **options
         )
     except LOADING_ERRORS as error:
         raise StartError(f"could not load {name} from {checkpoint.files.folder}: {first_line(error)}") from error
+    model, report = loaded
     for problem in ("missing_keys", "mismatched_keys"):
         if keys := sorted(map(str, report.get(problem) or ())):  # transformers would go on with random weights
             raise StartError(f"the checkpoint in {checkpoint.files.folder} has {problem.replace('_', ' ')}: {', '.join(keys[:3])}")

