@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,18 +90,17 @@ class Sampler:
         for row in rows:
             self.observe(row.seq_id, row.token_ids, row.start)
         params = [self._states[row.seq_id].params for row in rows]
-        # One pass serves greedy rows and the check at once: the maximum of a row with a NaN is NaN.
-        best = logits.max(-1)
-        drawn = Drawn(failed={rows[i].seq_id: "the model's logits are not finite numbers" for i in not_finite(best.values)})
+        best = find_best(logits)
+        drawn = Drawn(failed={rows[index].seq_id: "the model's logits are not finite numbers" for index in best.not_finite})
         scored = [index for index, one in enumerate(params) if wants_logprobs(one) and rows[index].seq_id not in drawn.failed]
         logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None
         seq_ids = [row.seq_id for row in rows]
         changes = [processor.apply(logits, seq_ids) for processor in self._processors]
         if any(changes):
-            best = logits.max(-1)
-            for index in not_finite(best.values):
+            best = find_best(logits)
+            for index in best.not_finite:
                 drawn.failed.setdefault(rows[index].seq_id, "the request's parameters leave no token to choose")
-        token_ids = self._choose(logits, best.indices.tolist(), rows, params, drawn.failed)
+        token_ids = self._choose(logits, best.token_ids, rows, params, drawn.failed)
         if logprobs is None:
             drawn.sampled.update((seq_id, SampledTokens((token_id,))) for (_, seq_id), token_id in token_ids.items())
         else:
@@ -135,8 +135,21 @@ class Sampler:
         return chosen
 
 
-def not_finite(values: Tensor) -> list[int]:
-    return [index for index, is_fine in enumerate(values.isfinite().tolist()) if not is_fine]
+@dataclass(frozen=True, slots=True)
+class Best:
+    token_ids: list[int]  # of each row's maximum; the lowest of equals
+    not_finite: list[int]  # rows whose maximum is NaN or infinite
+
+
+def find_best(logits: Tensor) -> Best:
+    """One pass serves greedy rows and the check of all rows at once: the maximum of a row with a NaN is NaN."""
+    if logits.device.type == "cpu":
+        scores = logits.numpy()  # its argmax takes a third of the time of torch's max
+        token_ids = scores.argmax(-1)
+        is_fine = np.isfinite(scores[np.arange(len(scores)), token_ids])
+        return Best(token_ids.tolist(), np.flatnonzero(~is_fine).tolist())
+    best = logits.max(-1)
+    return Best(best.indices.tolist(), [index for index, is_fine in enumerate(best.values.isfinite().tolist()) if not is_fine])
 
 
 def wants_logprobs(params: SamplingParams) -> bool:
