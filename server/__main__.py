@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 # typer carries click within itself since 0.29: what its own error derives from is the one name for both.
-UsageError = typer.BadParameter.__mro__[1]
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def show_version(wanted: bool) -> None:
@@ -51,7 +51,9 @@ def show_version(wanted: bool) -> None:
 
 @cli.callback()
 def about(
-    show: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")] = False,
+    show: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     """An async, streaming LLM inference server with an OpenAI-compatible API."""
 
@@ -65,14 +67,24 @@ def serve(
     tokenizer_revision: Annotated[str | None, option("--tokenizer-revision", MODEL, "The same for the tokenizer's.")] = None,
     trust_remote_code: Annotated[bool, option("--trust-remote-code", MODEL, "Run code that comes with the model.")] = False,
     dtype: Annotated[str, option("--dtype", MODEL, "auto, float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str | None, option("--quantization", MODEL, "How weights are held; default: as the checkpoint has them.")] = None,
+    quantization: Annotated[
+        str | None, option("--quantization", MODEL, "How weights are held; default: as the checkpoint has them.")
+    ] = None,
     load_format: Annotated[str, option("--load-format", MODEL, "auto, safetensors, gguf or dummy.")] = "auto",
-    max_model_len: Annotated[int | None, counted("--max-model-len", MODEL, "Tokens of prompt and answer together; 8K is 8,192.")] = None,
-    seed: Annotated[int | None, option("--seed", MODEL, "Of requests without a seed; default: fresh randomness for each.")] = None,
+    max_model_len: Annotated[
+        int | None, counted("--max-model-len", MODEL, "Tokens of prompt and answer together; 8K is 8,192.")
+    ] = None,
+    seed: Annotated[
+        int | None, option("--seed", MODEL, "Of requests without a seed; default: fresh randomness for each.")
+    ] = None,
     block_size: Annotated[int, option("--block-size", CACHE, "Tokens per block, a multiple of 16.")] = 16,
-    num_kv_blocks: Annotated[int | None, counted("--num-kv-blocks", CACHE, "Blocks in the pool; default: what memory allows.")] = None,
+    num_kv_blocks: Annotated[
+        int | None, counted("--num-kv-blocks", CACHE, "Blocks in the pool; default: what memory allows.")
+    ] = None,
     kv_cache_memory: Annotated[float | None, sized("--kv-cache-memory", CACHE, "Size of the pool on a CPU.")] = None,
-    kv_cache_dtype: Annotated[str, option("--kv-cache-dtype", CACHE, "auto (the model's), float32, bfloat16 or float16.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, option("--kv-cache-dtype", CACHE, "auto (the model's), float32, bfloat16 or float16.")
+    ] = "auto",
     gpu_memory_utilization: Annotated[float, option("--gpu-memory-utilization", CACHE, "Share of a GPU's memory to use.")] = 0.9,
     swap_space: Annotated[float | None, sized("--swap-space", CACHE, "Host memory for blocks of preempted requests.")] = None,
     enable_prefix_caching: Annotated[
@@ -80,26 +92,40 @@ def serve(
     ] = True,
     max_num_seqs: Annotated[int | None, counted("--max-num-seqs", SCHEDULING, "Sequences per step.")] = None,
     max_num_batched_tokens: Annotated[int | None, counted("--max-num-batched-tokens", SCHEDULING, "Tokens per step.")] = None,
-    max_num_queued_reqs: Annotated[int | None, counted("--max-num-queued-reqs", SCHEDULING, "Waiting requests; more get a 429.")] = None,
-    max_num_queued_tokens: Annotated[int | None, counted("--max-num-queued-tokens", SCHEDULING, "Prompt tokens of waiting requests.")] = None,
+    max_num_queued_reqs: Annotated[
+        int | None, counted("--max-num-queued-reqs", SCHEDULING, "Waiting requests; more get a 429.")
+    ] = None,
+    max_num_queued_tokens: Annotated[
+        int | None, counted("--max-num-queued-tokens", SCHEDULING, "Prompt tokens of waiting requests.")
+    ] = None,
     scheduling_policy: Annotated[str, option("--scheduling-policy", SCHEDULING, "fcfs or priority.")] = "fcfs",
     preemption_mode: Annotated[str, option("--preemption-mode", SCHEDULING, "auto, swap or recompute.")] = "auto",
     device: Annotated[str, option("--device", DEVICE, "auto, cpu or cuda.")] = "auto",
     cpu_threads: Annotated[int | None, option("--cpu-threads", DEVICE, "Default: one per core.")] = None,
     enforce_eager: Annotated[bool, option("--enforce-eager", DEVICE, "No CUDA graphs.")] = False,
-    max_context_len_to_capture: Annotated[int, counted("--max-context-len-to-capture", DEVICE, "Longest context with CUDA graphs.")] = 8192,
+    max_context_len_to_capture: Annotated[
+        int, counted("--max-context-len-to-capture", DEVICE, "Longest context with CUDA graphs.")
+    ] = 8192,
     tensor_parallel_size: Annotated[int, option("--tensor-parallel-size", DEVICE, "Only 1 is supported.")] = 1,
-    disable_custom_all_reduce: Annotated[bool, option("--disable-custom-all-reduce", DEVICE, "Without effect on one device.")] = False,
+    disable_custom_all_reduce: Annotated[
+        bool, option("--disable-custom-all-reduce", DEVICE, "Without effect on one device.")
+    ] = False,
     host: Annotated[str, option("--host", SERVER, "Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
     port: Annotated[int, option("--port", SERVER, "0 lets the system choose.")] = 8000,
     served_model_name: ServedNames = None,
     api_key: ApiKeys = None,
     allowed_origins: Origins = None,
-    sse_keep_alive_interval: Annotated[float, option("--sse-keep-alive-interval", SERVER, "Seconds between comments; 0: none.")] = 15.0,
+    sse_keep_alive_interval: Annotated[
+        float, option("--sse-keep-alive-interval", SERVER, "Seconds between comments; 0: none.")
+    ] = 15.0,
     max_body_size: Annotated[float, option("--max-body-size", SERVER, "Largest body of a request, in MiB.")] = 16.0,
-    drain_timeout: Annotated[float, option("--drain-timeout", SERVER, "Seconds that running requests have after SIGTERM.")] = 30.0,
+    drain_timeout: Annotated[
+        float, option("--drain-timeout", SERVER, "Seconds that running requests have after SIGTERM.")
+    ] = 30.0,
     log_level: Annotated[str, option("--log-level", SERVER, "debug, info, warning or error.")] = "info",
-    enable_fault_injection: Annotated[bool, option("--enable-fault-injection", TESTING, "Obey x_fault in requests. Not for production.")] = False,
+    enable_fault_injection: Annotated[
+        bool, option("--enable-fault-injection", TESTING, "Obey x_fault in requests. Not for production.")
+    ] = False,
 ) -> None:
     """Load a model and serve it."""
     options = dict(locals())
@@ -121,7 +147,9 @@ def serve(
 
 
 @cli.command()
-def openapi(output: Annotated[Path | None, typer.Option("--output", help="File to write; default: standard output.")] = None) -> None:
+def openapi(
+    output: Annotated[Path | None, typer.Option("--output", help="File to write; default: standard output.")] = None,
+) -> None:
     """Write the API's description as YAML."""
     text = as_yaml(bare_app().openapi())
     if output is None:
@@ -152,7 +180,9 @@ def main() -> None:
     try:
         code = cli(standalone_mode=False)
     except UsageError as error:
-        complain(error.format_message())  # type: ignore[attr-defined]
+        if message := error.format_message():  # type: ignore[attr-defined]
+            complain(message)
+        code = 2  # without a command, the help was shown and there is nothing to add
     except StartError as error:
         complain(str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -1,4 +1,7 @@
-"""The engine's deltas to the choices of one answer.  A whole answer is the fold of what a stream would have sent, so they can't differ."""
+"""The engine's deltas to the choices of one answer.
+
+A whole answer is the fold of what a stream would have sent, so the two can't differ.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def fold_pieces(pieces: list[Piece]) -> Piece:
 
 @dataclass(slots=True)
 class PromptPart:
-    """What a request asked to hear about its own prompt: told in one piece, before the answer's first, once all of it is there."""
+    """What a request asked to hear about its own prompt: told in one piece, before the answer, once all of it is there."""
 
     is_due: bool
     scores: list[TokenLogprobs | None] = field(default_factory=list)
@@ -191,9 +194,9 @@ async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, Re
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
                 place = waiting.pop(task)
-                output = task.result()
-                if output is not None:
-                    yield place, output
+                found = task.result()
+                if found is not None:
+                    yield place, found
                     waiting[asyncio.ensure_future(next_output(streams[place]))] = place
     finally:
         for task in waiting:

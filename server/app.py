@@ -15,7 +15,7 @@ from pagestream.server import chat, completions, health, models, responses
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
-from pagestream.server.openapi import describe_body, describe_errors, describe_stream, with_request_schemas
+from pagestream.server.openapi import Responses, describe_answer, describe_body, describe_errors, with_request_schemas
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.settings import ServerSettings
 
@@ -48,14 +48,18 @@ def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metric
         app.add_middleware(ApiKey, keys=settings.api_keys)
     if settings.allowed_origins:
         origins = list(settings.allowed_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+        )
     app.add_middleware(RequestContext, metrics=metrics)
     return app
 
 
 def bare_app(**options: Any) -> FastAPI:
     """Routes and error envelopes without an engine: enough to be described."""
-    app = FastAPI(title=TITLE, description=DESCRIPTION, version=version("pagestream"), redirect_slashes=False, redoc_url=None, **options)
+    app = FastAPI(
+        title=TITLE, description=DESCRIPTION, version=version("pagestream"), redirect_slashes=False, redoc_url=None, **options
+    )
     add_routes(app)
     add_error_handlers(app)
     with_request_schemas(app, CompletionRequest, ChatRequest, responses.ChatCompletionChunk)
@@ -63,13 +67,12 @@ def bare_app(**options: Any) -> FastAPI:
 
 
 def add_routes(app: FastAPI) -> None:
-    generation_errors = describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
     app.add_api_route(
         "/v1/completions",
         completions.create_completion,
         methods=["POST"],
         summary="Complete a prompt",
-        responses={200: describe_stream(responses.Completion, "Completion")} | generation_errors,
+        responses=describe_answer(responses.Completion, "Completion"),
         openapi_extra=describe_body("CompletionRequest"),
         tags=["generation"],
     )
@@ -78,12 +81,19 @@ def add_routes(app: FastAPI) -> None:
         chat.create_chat_completion,
         methods=["POST"],
         summary="Answer a conversation",
-        responses={200: describe_stream(responses.ChatCompletion, "ChatCompletionChunk")} | generation_errors,
+        responses=describe_answer(responses.ChatCompletion, "ChatCompletionChunk"),
         openapi_extra=describe_body("ChatRequest"),
         tags=["generation"],
     )
     no_key = describe_errors(401)
-    app.add_api_route("/v1/models", models.list_models, response_model=responses.ModelList, responses=no_key, summary="Served names", tags=["models"])
+    app.add_api_route(
+        "/v1/models",
+        models.list_models,
+        response_model=responses.ModelList,
+        responses=no_key,
+        summary="Served names",
+        tags=["models"],
+    )
     app.add_api_route(
         "/v1/models/{name:path}",
         models.get_model,
@@ -92,13 +102,17 @@ def add_routes(app: FastAPI) -> None:
         summary="One served name",
         tags=["models"],
     )
-    unwell = {503: {"model": responses.Health, "description": "Not so"}}
+    verdicts: Responses = {200: {"model": responses.Health}, 503: {"model": responses.Health, "description": "Not so"}}
     for path, route, summary in (
         ("/health", health.get_health, "Whether the server can serve"),
         ("/livez", health.get_health, "Whether the process should live"),
         ("/readyz", health.get_readiness, "Whether to send requests here"),
     ):
-        app.add_api_route(path, route, responses={200: {"model": responses.Health}} | unwell, summary=summary, tags=["operations"])
-    app.add_api_route("/version", health.get_version, response_model=responses.Version, summary="The server's version", tags=["operations"])
-    text = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text format"}}
-    app.add_api_route("/metrics", health.get_metrics, responses=text, response_class=health.MetricsText, summary="Metrics", tags=["operations"])
+        app.add_api_route(path, route, responses=verdicts, summary=summary, tags=["operations"])
+    app.add_api_route(
+        "/version", health.get_version, response_model=responses.Version, summary="The server's version", tags=["operations"]
+    )
+    text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text format"}}
+    app.add_api_route(
+        "/metrics", health.get_metrics, responses=text, response_class=health.MetricsText, summary="Metrics", tags=["operations"]
+    )

@@ -48,9 +48,14 @@ def sized(flag: str, panel: str, text: str) -> Any:
     return option(flag, panel, text, parser=gib, metavar="GIB")
 
 
-ServedNames = Annotated[list[str] | None, option("--served-model-name", SERVER, "Name in requests and answers; may be repeated. Default: the model as given.")]
+ServedNames = Annotated[
+    list[str] | None,
+    option("--served-model-name", SERVER, "Name in requests and answers; may be repeated. Default: the model as given."),
+]
 ApiKeys = Annotated[list[str] | None, option("--api-key", SERVER, "Ask for this key below /v1; may be repeated.")]
-Origins = Annotated[list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")]
+Origins = Annotated[
+    list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")
+]
 
 ENGINE_OPTIONS = frozenset(field.name for field in fields(EngineArgs))
 

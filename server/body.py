@@ -41,7 +41,9 @@ async def read_body(request: Request, wire: type[Wire], max_body_bytes: int, uns
 
 
 async def read_limited(request: Request, max_body_bytes: int) -> bytes:
-    too_large = HttpError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large", headers={"Connection": "close"})
+    too_large = HttpError(
+        413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large", headers={"Connection": "close"}
+    )
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_body_bytes:
         raise too_large
@@ -63,7 +65,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         if b"\\ud" in raw or b"\\uD" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}", code="invalid_json") from None
+        raise InvalidRequest(
+            f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}", code="invalid_json"
+        ) from None
     except UnicodeError:
         raise InvalidRequest("the body is not JSON: its text is not valid Unicode", code="invalid_json") from None
     except RecursionError:
@@ -147,4 +151,6 @@ def shown(value: Any) -> str:
 
 
 def type_name(value: Any) -> str:
-    return {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}.get(type(value), "null")
+    return {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}.get(
+        type(value), "null"
+    )

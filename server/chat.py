@@ -28,7 +28,9 @@ class ChatAnswer(Answer):
         super().__init__(request, request.sampling_params(), model)
         self._begun: set[int] = set()  # choices whose role was sent
 
-    def choice(self, piece: Piece, content: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    def choice(
+        self, piece: Piece, content: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    ) -> dict[str, Any]:
         choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": reason}
         if reason is not None:
             choice["stop_reason"] = piece.stop_reason
@@ -43,14 +45,18 @@ class ChatAnswer(Answer):
             if piece.prompt_logprobs is not None:
                 choices[0]["prompt_logprobs"] = piece.prompt_logprobs
         if piece.text or piece.tokens:
-            choices.append(self.choice(piece, {"delta": {"content": piece.text}}, self.logprobs(piece) if piece.tokens else None, None))
+            choices.append(
+                self.choice(piece, {"delta": {"content": piece.text}}, self.logprobs(piece) if piece.tokens else None, None)
+            )
         if piece.finish_reason is not None:
             choices.append(self.choice(piece, {"delta": {}}, None, piece.finish_reason))
         return choices
 
     def whole_choice(self, piece: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
-        choice = self.choice(piece, {"message": message}, self.logprobs(piece) if self.request.logprobs else None, piece.finish_reason)
+        choice = self.choice(
+            piece, {"message": message}, self.logprobs(piece) if self.request.logprobs else None, piece.finish_reason
+        )
         if piece.prompt_logprobs is not None:
             choice["prompt_logprobs"] = piece.prompt_logprobs
         return choice

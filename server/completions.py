@@ -37,7 +37,12 @@ class CompletionAnswer(Answer):
         return self.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def choice(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         if piece.prompt_logprobs is not None:

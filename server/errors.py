@@ -31,7 +31,15 @@ NO_RETRY = {"x-should-retry": "false"}
 class HttpError(Exception):
     """A refusal that HTTP itself asks for, before any engine is involved."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(message)
         self.error = ApiError(status, message, param, code, headers or {})
 
@@ -85,7 +93,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error) or "the engine has ended", code="engine_dead", headers={"Retry-After": "5"})
         case EngineFault():
             return ApiError(500, str(error) or "the engine failed", code="engine_fault", headers=NO_RETRY)
-    return ApiError(500, "internal error; the server's log has the details under this request's id", code="internal_error", headers=NO_RETRY)
+    return ApiError(
+        500, "internal error; the server's log has the details under this request's id", code="internal_error", headers=NO_RETRY
+    )
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -27,7 +27,7 @@ class WireModel(BaseModel):
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """Every shape of `prompt` as a list of prompts, each a text or token ids; the upper end of the ids is the engine's to check."""
+    """Every shape of `prompt` as a list of prompts, each a text or token ids, whose upper end is the engine's to check."""
     prompts = [value] if isinstance(value, str) or is_flat(value) else value
     if not isinstance(prompts, list):
         raise refused("prompt must be a string, a list of strings, a list of token ids or a list of such lists")
@@ -38,7 +38,9 @@ def as_prompts(value: Any) -> list[str | list[int]]:
     if all(isinstance(prompt, str) for prompt in prompts):
         return prompts
     if not all(isinstance(prompt, list) for prompt in prompts):
-        raise refused("prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not a mixture")
+        raise refused(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not a mixture"
+        )
     for prompt in prompts:
         if any(type(token_id) is not int or token_id < 0 for token_id in prompt):
             raise refused("token ids in prompt must be whole numbers from 0")

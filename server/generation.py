@@ -32,11 +32,18 @@ def check_model(request: GenerationRequest, settings: ServerSettings) -> None:
 
 
 def unknown_model(name: str) -> InvalidRequest:
-    return InvalidRequest(f"the model {name[:100]!r} is not served here; GET /v1/models lists what is", param="model", code="model_not_found")
+    return InvalidRequest(
+        f"the model {name[:100]!r} is not served here; GET /v1/models lists what is", param="model", code="model_not_found"
+    )
 
 
 async def respond(
-    http: Request, engine: AsyncLLMEngine, settings: ServerSettings, answer: Answer, prompts: Sequence[str | list[int]], param: str
+    http: Request,
+    engine: AsyncLLMEngine,
+    settings: ServerSettings,
+    answer: Answer,
+    prompts: Sequence[str | list[int]],
+    param: str,
 ) -> Response:
     """Admit all prompts or none, then answer.  Until admission every failure is a plain status; the client may leave at any time.
 

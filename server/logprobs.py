@@ -37,7 +37,9 @@ def completion_logprobs(tokens: Sequence[ScoredToken], num_top: int, vocabulary:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if token.scores is None else finite(token.scores.logprob) for token in tokens],
-        "top_logprobs": [None if token.scores is None else top_by_text(token.text, token.scores, num_top, vocabulary) for token in tokens],
+        "top_logprobs": [
+            None if token.scores is None else top_by_text(token.text, token.scores, num_top, vocabulary) for token in tokens
+        ],
         "text_offset": [token.text_offset for token in tokens],
     }
 
@@ -71,7 +73,12 @@ def prompt_logprobs(scored: Sequence[TokenLogprobs | None], num_top: int, vocabu
 
 def by_id(scores: TokenLogprobs, num_top: int, vocabulary: Vocabulary) -> dict[str, Any]:
     ranked = [(scores.token_id, scores.logprob, scores.rank)]
-    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(scores.top[:num_top], 1) if token_id != scores.token_id]
+    ranked += [
+        (token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(scores.top[:num_top], 1)
+        if token_id != scores.token_id
+    ]
     return {
-        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.token_text(token_id)} for token_id, logprob, rank in ranked
+        str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": vocabulary.token_text(token_id)}
+        for token_id, logprob, rank in ranked
     }

@@ -5,7 +5,7 @@ The engine's thread counts, the event loop scrapes: each metric has a lock of it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,17 +24,21 @@ from pagestream.engine import FinishReason, RequestStats, StepStats
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
 
-FIRST_TOKEN_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
-BETWEEN_TOKENS_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
-REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
+Metric = TypeVar("Metric", bound=MetricWrapperBase)
+
+# fmt: off
+FIRST_TOKEN_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+BETWEEN_TOKENS_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 NUM_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 NUM_ANSWERS = (1, 2, 5, 10, 20)
-STEP_S = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)  # fmt: skip
+STEP_S = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
+# fmt: on
 
 
 class Metrics:
-    """One server's numbers, in a registry of their own.  Implements EngineListener; gauges are read from the engine when asked."""
+    """One server's numbers, in a registry of their own.  Implements EngineListener; gauges are read when asked for."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -49,14 +53,18 @@ class Metrics:
         http = ("handler", "method", "status")
         self.http_requests = Counter("http_requests", "HTTP requests by route and status.", http, registry=self.registry)
         self.http_seconds = Histogram(
-            "http_request_duration_seconds", "Until the response's end.", http[:2], registry=self.registry, buckets=(.01, .1, .5, 1, 5, 20, 60, 300)
+            "http_request_duration_seconds",
+            "Until the response's end.",
+            http[:2],
+            registry=self.registry,
+            buckets=(0.01, 0.1, 0.5, 1, 5, 20, 60, 300),
         )
 
     def watch(self, engine: AsyncLLMEngine) -> None:
         """From here on the gauges are this engine's."""
         self._engine = engine
 
-    def _labelled(self, metric: MetricWrapperBase) -> MetricWrapperBase:
+    def _labelled(self, metric: Metric) -> Metric:
         return metric.labels(**self._labels)
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -89,28 +97,42 @@ class Metrics:
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Tokens found there.")
         self.copied_blocks = self._counter("pagestream:copied_blocks", "KV blocks copied on write.")
         reasons = [reason.value for reason in FinishReason]
-        self.finished = self._counters_by("finished_reason", "vllm:request_success", "Admitted requests, by how they ended.", reasons)
+        self.finished = self._counters_by(
+            "finished_reason", "vllm:request_success", "Admitted requests, by how they ended.", reasons
+        )
         causes = ["queue_full", "queue_tokens", "draining", "loading"]
         self.rejections = self._counters_by("reason", "vllm:admission_rejections", "Requests refused for want of room.", causes)
         self.swapped_blocks = self._counters_by("direction", "pagestream:swapped_blocks", "KV blocks moved.", ["out", "in"])
         modes = ["recompute", "swap"]
-        self.preemptions_by_mode = self._counters_by("mode", "pagestream:preemptions", "Preemptions, by what became of the blocks.", modes)
+        self.preemptions_by_mode = self._counters_by(
+            "mode", "pagestream:preemptions", "Preemptions, by what became of the blocks.", modes
+        )
 
     def _make_histograms(self) -> None:
         self.first_token_s = self._histogram("vllm:time_to_first_token_seconds", "From arrival.", FIRST_TOKEN_S)
-        self.between_tokens_s = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of one answer.", BETWEEN_TOKENS_S)
-        self.per_token_s = self._histogram("vllm:request_time_per_output_token_seconds", "Mean of a request, after its first.", BETWEEN_TOKENS_S)
+        self.between_tokens_s = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between tokens of one answer.", BETWEEN_TOKENS_S
+        )
+        self.per_token_s = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean of a request, after its first.", BETWEEN_TOKENS_S
+        )
         self.e2e_s = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to end.", REQUEST_S)
         self.queue_s = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", REQUEST_S)
         self.inference_s = self._histogram("vllm:request_inference_time_seconds", "From the first step to the end.", REQUEST_S)
-        self.prefill_s = self._histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.", REQUEST_S)
+        self.prefill_s = self._histogram(
+            "vllm:request_prefill_time_seconds", "From the first step to the first token.", REQUEST_S
+        )
         self.decode_s = self._histogram("vllm:request_decode_time_seconds", "From the first token to the end.", REQUEST_S)
         self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", NUM_TOKENS)
-        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", NUM_TOKENS)
+        self.request_generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a request.", NUM_TOKENS
+        )
         self.request_n = self._histogram("vllm:request_params_n", "n of a request.", NUM_ANSWERS)
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request.", NUM_TOKENS)
         self.step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", STEP_TOKENS)
-        family = Histogram("pagestream:step_seconds", "One step, by part.", (*self._labels, "part"), registry=self.registry, buckets=STEP_S)
+        family = Histogram(
+            "pagestream:step_seconds", "One step, by part.", (*self._labels, "part"), registry=self.registry, buckets=STEP_S
+        )
         self.step_s = {part: family.labels(**self._labels, part=part) for part in ("schedule", "execute", "judge")}
 
     # EngineListener

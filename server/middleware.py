@@ -64,7 +64,9 @@ class RequestContext:
         self.metrics.http_request(handler, method, status, seconds)
         answer_id = scope.get("state", {}).get("answer_id", "-")
         level = logging.DEBUG if method == "GET" and status < 400 else logging.INFO
-        log.log(level, "%s %s %d in %.3f s, request id %s, answer %s", method, scope["path"], status, seconds, request_id, answer_id)
+        log.log(
+            level, "%s %s %d in %.3f s, request id %s, answer %s", method, scope["path"], status, seconds, request_id, answer_id
+        )
 
 
 def client_request_id(scope: Scope) -> str | None:
@@ -97,5 +99,3 @@ class ApiKey:
         # Every key is compared, and in constant time, so that timing tells nothing about them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return kind.lower() == b"bearer" and any(matches)
-
-

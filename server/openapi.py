@@ -26,7 +26,10 @@ ERRORS = {
 }
 
 
-def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+Responses = dict[int | str, dict[str, Any]]
+
+
+def describe_errors(*statuses: int) -> Responses:
     return {status: {"model": ErrorEnvelope, "description": ERRORS[status]} for status in statuses}
 
 
@@ -34,10 +37,11 @@ def describe_body(schema: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": SCHEMAS + schema}}}}}
 
 
-def describe_stream(whole: type[BaseModel], chunk: str) -> dict[str, Any]:
+def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
     events = f"Events `data: <{chunk}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
     stream = {"schema": {"type": "string", "description": events}}
-    return {"model": whole, "content": {"text/event-stream": stream}, "description": "The answer, whole or as a stream"}
+    answer = {"model": whole, "content": {"text/event-stream": stream}, "description": "The answer, whole or as a stream"}
+    return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
 
 
 def with_request_schemas(app: FastAPI, *models: type[BaseModel]) -> None:

@@ -96,14 +96,22 @@ class GenerationRequest(WireModel):
     presence_penalty: Real | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: Real | None = Field(0.0, ge=-2, le=2)
     repetition_penalty: Real | None = Field(1.0, gt=0, le=100)
-    logit_bias: dict[str, Real] | None = Field(None, description="Token ids, written as text, to what is added to their logits: -100 to 100.")
+    logit_bias: dict[str, Real] | None = Field(
+        None, description="Token ids, written as text, to what is added to their logits: -100 to 100."
+    )
     allowed_token_ids: list[Count] | None = Field(None, min_length=1)
-    prompt_logprobs: Whole | None = Field(None, ge=0, le=20, description="So many likeliest tokens at each position of the prompt.")
+    prompt_logprobs: Whole | None = Field(
+        None, ge=0, le=20, description="So many likeliest tokens at each position of the prompt."
+    )
     skip_special_tokens: Flag | None = True
     add_special_tokens: Flag | None = None
-    truncate_prompt_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1, description="Only the prompt's last so many tokens count.")
+    truncate_prompt_tokens: Whole | None = Field(
+        None, ge=1, le=2**31 - 1, description="Only the prompt's last so many tokens count."
+    )
     priority: Whole | None = Field(0, description="Lower goes first, where the server schedules by priority.")
-    cache_salt: Text | None = Field(None, min_length=1, max_length=256, description="Only requests with the same salt share cached prefixes.")
+    cache_salt: Text | None = Field(
+        None, min_length=1, max_length=256, description="Only requests with the same salt share cached prefixes."
+    )
     stream: Flag | None = False
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
@@ -148,13 +156,17 @@ SHARED_PARAMS = (
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}})
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}}
+    )
 
     prompt: Prompts
     max_tokens: Count | None = Field(16, description="Tokens to generate at most; 0 with echo scores the prompt.")
     best_of: Whole | None = Field(None, ge=1, le=128, description="Answers generated, of which the n likeliest are returned.")
     echo: Flag | None = Field(False, description="The answer begins with the prompt.")
-    logprobs: Whole | None = Field(None, ge=0, le=20, description="So many likeliest tokens at each position, besides the chosen one.")
+    logprobs: Whole | None = Field(
+        None, ge=0, le=20, description="So many likeliest tokens at each position, besides the chosen one."
+    )
     add_special_tokens: Flag | None = Field(True, description="Whether the tokenizer may add its begin-of-sequence token.")
 
     @model_validator(mode="after")
@@ -162,7 +174,9 @@ class CompletionRequest(GenerationRequest):
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise InvalidRequest(f"best_of is {self.best_of} and must be at least n, which is {self.n or 1}", param="best_of")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise InvalidRequest("best_of above n can't be streamed: which answers are best is known at their end", param="best_of")
+            raise InvalidRequest(
+                "best_of above n can't be streamed: which answers are best is known at their end", param="best_of"
+            )
         return self
 
     def sampling_params(self) -> SamplingParams:
@@ -218,7 +232,9 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}], "max_tokens": 32}}
+        json_schema_extra={
+            "example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}], "max_tokens": 32}
+        }
     )
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
@@ -226,8 +242,12 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens.")
     logprobs: Flag | None = False
     top_logprobs: Whole | None = Field(None, ge=0, le=20, description="Only with logprobs.")
-    add_generation_prompt: Flag | None = Field(None, description="Whether the prompt ends where the assistant begins; true unless a message is continued.")
-    continue_final_message: Flag | None = Field(False, description="The answer continues the last message, which is the assistant's.")
+    add_generation_prompt: Flag | None = Field(
+        None, description="Whether the prompt ends where the assistant begins; true unless a message is continued."
+    )
+    continue_final_message: Flag | None = Field(
+        False, description="The answer continues the last message, which is the assistant's."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the model's chat template.")
     add_special_tokens: Flag | None = Field(False, description="Templates mostly write the begin-of-sequence token themselves.")
     safety_identifier: Text | None = Field(None, description="Accepted for compatibility, as user is; without effect.")
@@ -236,7 +256,9 @@ class ChatRequest(GenerationRequest):
     def check_template_kwargs(self) -> Self:
         for name in self.chat_template_kwargs or ():
             if name in RESERVED_KWARGS:
-                raise InvalidRequest(f"chat_template_kwargs must not hold {name!r}, which has a field of its own", param="chat_template_kwargs")
+                raise InvalidRequest(
+                    f"chat_template_kwargs must not hold {name!r}, which has a field of its own", param="chat_template_kwargs"
+                )
         return self
 
     @model_validator(mode="after")

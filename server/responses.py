@@ -1,4 +1,4 @@
-"""The shapes of answers, for the API's description and for tests; answers themselves are written as plain JSON (see answer.py)."""
+"""The shapes of answers, for the API's description and for tests; answers are written as plain JSON (see answer.py)."""
 
 from __future__ import annotations
 

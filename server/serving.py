@@ -50,9 +50,9 @@ def bind(host: str, port: int) -> socket.socket:
 class DrainingServer(uvicorn.Server):
     """Keeps serving while it drains.
 
-    Unlike uvicorn, whose first signal closes the listening socket, and unlike sse-starlette, which then cancels the streams: a load
-    balancer must still be told that this server is not ready, a client must be told to go elsewhere, and streams have until
-    `drain_timeout_s`.  A second signal ends the process at once.
+    Unlike uvicorn, whose first signal closes the listening socket, and unlike sse-starlette, which then cancels the streams:
+    a load balancer must still be told that this server is not ready, a client must be told to go elsewhere, and streams have
+    until `drain_timeout_s`.  A second signal ends the process at once.
     """
 
     def __init__(self, app: FastAPI, engine: AsyncLLMEngine, drain_timeout_s: float):

@@ -45,17 +45,11 @@ async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
                 yield b"".join([data_event(f'{head},"choices":[{encode(choice)}]{tail}') for choice in choices])
         if wants_usage:
             yield data_event(f'{head},"choices":[],"usage":{encode(answer.usage())}}}')
-    except EngineError as error:
-        log.error("%s failed in its stream: %s", answer.id, error)
-        yield error_event(error)
     except Exception as error:
-        log.exception("%s failed in its stream", answer.id)
-        yield error_event(error)
+        answer.abort()  # at once: what else this request asked for must not run on while a slow reader takes the news
+        log.error("%s failed in its stream: %s", answer.id, error, exc_info=not isinstance(error, EngineError))
+        yield data_event(encode(as_api_error(error).envelope()))
     yield DONE
-
-
-def error_event(error: Exception) -> bytes:
-    return data_event(encode(as_api_error(error).envelope()))
 
 
 class AnswerStream(EventSourceResponse):

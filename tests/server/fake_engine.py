@@ -33,7 +33,9 @@ from pagestream.engine import (
 
 EOS = 256
 PIECES = [
-    *(f" {word}" for word in ["the", "a", "lighthouse", "keeper", "saw", "rain", "on", "old", "copper", "roofs", "and", "walked", "home", "to", "bread", "chess", "glass", "moon", "winter", "wheat"]),
+    " the", " a", " lighthouse", " keeper", " saw", " rain", " on", " old", " copper", " roofs", " and",
+    " walked", " home", " to",
+    " bread", " chess", " glass", " moon", " winter", " wheat",
     ".", ",", "\n", " né", "京都", "👩‍👧", "\t", '"', "\\", "\u2028",
 ]  # fmt: skip
 VOCAB_SIZE = 257 + len(PIECES)
@@ -93,7 +95,15 @@ class Sequence_:
 
 
 class FakeStream:
-    def __init__(self, engine: FakeEngine, request_id: str, prompt: str | None, prompt_token_ids: tuple[int, ...], params: SamplingParams, fault: Fault | None):
+    def __init__(
+        self,
+        engine: FakeEngine,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        fault: Fault | None,
+    ):
         self.engine, self.request_id, self.params, self.fault = engine, request_id, params, fault
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         room = engine.max_model_len - len(prompt_token_ids)
@@ -139,7 +149,9 @@ class FakeStream:
         is_done = all(sequence.finished for sequence in self.sequences)
         self.mailbox.put_nowait(replace(output, finished=is_done))
         if is_done:
-            reason = FinishReason.STOP if any(output.finish_reason is FinishReason.STOP for output in outputs) else FinishReason.LENGTH
+            reason = (
+                FinishReason.STOP if any(output.finish_reason is FinishReason.STOP for output in outputs) else FinishReason.LENGTH
+            )
             self.engine.end(self, reason, None)
 
     def output(self, outputs: tuple[CompletionOutput, ...]) -> RequestOutput:
@@ -188,7 +200,7 @@ class FakeStream:
             sequence.text += "\ufffd"
             end = len(sequence.text)
         sequence.finished = reason is not None
-        text = sequence.text[sequence.num_sent:end]
+        text = sequence.text[sequence.num_sent : end]
         sequence.num_sent += len(text)
         logprobs = None if self.params.logprobs is None else (self.scores(token_id, position, self.params.logprobs),)
         texts = None if logprobs is None else (token_text,)
@@ -215,7 +227,16 @@ class FakeStream:
 class FakeEngine:
     """`step_s` is how long a step takes; `max_num_seqs` and `max_num_queued` bound the requests that run and wait."""
 
-    def __init__(self, listener: EngineListener | None = None, *, step_s: float = 0.001, max_num_seqs: int = 64, max_num_queued: int = 1024, context: int = 512, allows_faults: bool = True):
+    def __init__(
+        self,
+        listener: EngineListener | None = None,
+        *,
+        step_s: float = 0.001,
+        max_num_seqs: int = 64,
+        max_num_queued: int = 1024,
+        context: int = 512,
+        allows_faults: bool = True,
+    ):
         self.tokenizer = FakeTokenizer()
         self.max_model_len = context
         self.allows_faults = allows_faults
@@ -225,7 +246,7 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.ended: list[tuple[str, FinishReason, int]] = []  # request id, why, tokens generated
         self.admission_s = 0.0
-        self.is_dead = self.is_draining = False
+        self.is_dead = self.is_draining = self.is_paused = False
         self.is_started = False
         self.task: asyncio.Task[None] | None = None
 
@@ -253,7 +274,7 @@ class FakeEngine:
     async def loop(self) -> None:
         while not self.is_dead:
             await asyncio.sleep(self.step_s)
-            running = self.streams[: self.max_num_seqs]
+            running = [] if self.is_paused else self.streams[: self.max_num_seqs]
             for stream in running:
                 stream.step()
             if self.listener and running:
@@ -274,8 +295,17 @@ class FakeEngine:
         if self.listener:
             self.listener.request_finished(
                 RequestStats(
-                    stream.request_id, reason, len(stream.prompt_token_ids), stream.num_output_tokens, 0, stream.params.n,
-                    stream.max_tokens, stream.arrival_s, stream.first_token_s, stream.first_token_s, time.monotonic(),
+                    stream.request_id,
+                    reason,
+                    len(stream.prompt_token_ids),
+                    stream.num_output_tokens,
+                    0,
+                    stream.params.n,
+                    stream.max_tokens,
+                    stream.arrival_s,
+                    stream.first_token_s,
+                    stream.first_token_s,
+                    time.monotonic(),
                 )  # fmt: skip
             )
 
@@ -293,7 +323,14 @@ class FakeEngine:
         blocks = sum(math.ceil((len(stream.prompt_token_ids) + stream.num_output_tokens) / BLOCK_SIZE) for stream in running)
         return StepStats(len(running), len(self.streams) - len(running), 0, blocks, NUM_BLOCKS, len(running))
 
-    def render_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, continue_final_message: bool = False, template_kwargs: dict | None = None) -> str:
+    def render_chat(
+        self,
+        messages: list[dict],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict | None = None,
+    ) -> str:
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the template refuses this conversation", param="messages")
         turns = "".join(f"<{message['role']}>{message['content']}" + "\n" for message in messages)

@@ -73,7 +73,11 @@ def test_logprobs_name_each_token_and_its_rivals(live: Live):
     body = both_ways(live, text="京", **GREEDY, logprobs=True, top_logprobs=2)
     content = body["choices"][0]["logprobs"]["content"]
     assert len(content) == 32
-    assert bytes(byte for entry in content for byte in entry["bytes"]).decode("utf-8", "ignore").startswith(body["choices"][0]["message"]["content"].rstrip("\ufffd"))
+    assert (
+        bytes(byte for entry in content for byte in entry["bytes"])
+        .decode("utf-8", "ignore")
+        .startswith(body["choices"][0]["message"]["content"].rstrip("\ufffd"))
+    )
     assert all(len(entry["top_logprobs"]) == 2 for entry in content)
     assert both_ways(live, **GREEDY, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     assert both_ways(live, **GREEDY)["choices"][0]["logprobs"] is None
@@ -112,7 +116,15 @@ def test_how_the_prompt_ends(live: Live, fields, rendered):
 
 
 def test_all_roles_and_what_clients_send_back_are_taken(live: Live):
-    sent_back = {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    sent_back = {
+        "role": "assistant",
+        "content": "b",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     messages = [
         {"role": "developer", "content": "be brief"},

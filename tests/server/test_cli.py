@@ -18,7 +18,11 @@ from pagestream.server.args import ENGINE_OPTIONS, count, gib
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pagestream.server", *arguments], capture_output=True, text=True, timeout=60, env=os.environ | environment
+        [sys.executable, "-m", "pagestream.server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
     )
 
 
@@ -67,12 +71,16 @@ def test_openapi_is_written_to_a_file(tmp_path: Path):
     assert (tmp_path / "api.yaml").read_text(encoding="utf-8") == run("openapi").stdout
 
 
-@pytest.mark.parametrize(("text", "value"), [("32", 32), ("32k", 32_000), ("32K", 32_768), ("1.5K", 1536), ("1m", 1_000_000), (8192, 8192)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("32", 32), ("32k", 32_000), ("32K", 32_768), ("1.5K", 1536), ("1m", 1_000_000), (8192, 8192)]
+)
 def test_counts(text, value):
     assert count(text) == value
 
 
-@pytest.mark.parametrize(("text", "value"), [("2", 2.0), ("1.5", 1.5), ("512M", 0.5), ("2GiB", 2.0), ("2 gb", 2.0), ("1t", 1024.0), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("2", 2.0), ("1.5", 1.5), ("512M", 0.5), ("2GiB", 2.0), ("2 gb", 2.0), ("1t", 1024.0), (0.5, 0.5)]
+)
 def test_sizes(text, value):
     assert gib(text) == value
 

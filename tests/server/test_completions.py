@@ -1,4 +1,4 @@
-"""POST /v1/completions: streamed equals whole, the layout of the choices, usage, echo, logprobs, stops (C11, C16 to C19, C21, C24)."""
+"""POST /v1/completions: streamed equals whole, layout, usage, echo, logprobs, stops (C11, C16 to C19, C21, C24)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from pagestream.server.responses import Completion
 from tests.server.conftest import Live, counts, events_of
 from tests.server.fake_engine import EOS, PIECES
 
-PROMPTS = ["The capital of France is", "def f(n):\n    ", "今天天气很好", "مرحبا", "👩‍👩‍👧‍👦 👍🏽", "e\u0301a\u0308", "\t" * 20, "\n" * 100, " \u00a0\u2003\u2028\x85", '"\\"']
+PROMPTS = [
+    "The capital of France is",
+    "def f(n):\n    ",
+    "今天天气很好",
+    "مرحبا",
+    "👩‍👩‍👧‍👦 👍🏽",
+    "e\u0301a\u0308",
+    "\t" * 20,
+    "\n" * 100,
+    " \u00a0\u2003\u2028\x85",
+    '"\\"',
+]
 GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -23,7 +34,9 @@ def folded(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = found.setdefault(choice["index"], {"index": choice["index"], "text": "", "logprobs": None, "finish_reason": None})
         assert mine["finish_reason"] is None, f"something for index {choice['index']} after its end"
         mine["text"] += choice["text"]
-        mine |= {name: choice[name] for name in ("finish_reason", "stop_reason", "prompt_logprobs") if choice.get(name) is not None}
+        mine |= {
+            name: choice[name] for name in ("finish_reason", "stop_reason", "prompt_logprobs") if choice.get(name) is not None
+        }
         if choice["logprobs"] is not None:
             assert len({len(choice["logprobs"][name]) for name in LISTS}) == 1
             mine["logprobs"] = mine["logprobs"] or {name: [] for name in LISTS}
@@ -81,12 +94,21 @@ def test_the_usage_chunk_is_the_last_before_done(live: Live):
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"] == live.complete(prompt="Hello", **GREEDY).json()["usage"]
-    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 48, "total_tokens": 53, "prompt_tokens_details": {"cached_tokens": 0}}
+    assert last["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 48,
+        "total_tokens": 53,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_continuous_usage_never_falls_and_ends_equal(live: Live):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = events_of(live.complete(prompt=["Hello", "Another"], n=2, max_tokens=12, seed=3, ignore_eos=True, stream=True, stream_options=options))
+    events = events_of(
+        live.complete(
+            prompt=["Hello", "Another"], n=2, max_tokens=12, seed=3, ignore_eos=True, stream=True, stream_options=options
+        )
+    )
     told = [counts(event["usage"]) for event in events]
     assert all(a <= b for first, second in zip(told, told[1:], strict=False) for a, b in zip(first, second, strict=True))
     assert told[-1] == [12, 48, 60]
@@ -112,14 +134,19 @@ def test_each_index_has_one_finish_reason_on_its_last_chunk(live: Live):
     for *before, last in reasons.values():
         assert last in ("stop", "length")
         assert set(before) <= {None}
-    assert {last for *_, last in reasons.values()} == {"stop", "length"}, "the seed is chosen so that some answers end by themselves"
+    assert {last for *_, last in reasons.values()} == {"stop", "length"}, (
+        "the seed is chosen so that some answers end by themselves"
+    )
 
 
 @pytest.mark.parametrize("shape", ["text", "texts", "ids", "lists of ids"])
 def test_every_shape_of_prompt_is_the_same_prompt(live: Live, shape):
     ids = list(b"Hello there")
     prompt = {"text": "Hello there", "texts": ["Hello there"], "ids": ids, "lists of ids": [ids]}[shape]
-    assert live.complete(prompt=prompt, **GREEDY).json()["choices"] == live.complete(prompt="Hello there", **GREEDY).json()["choices"]
+    assert (
+        live.complete(prompt=prompt, **GREEDY).json()["choices"]
+        == live.complete(prompt="Hello there", **GREEDY).json()["choices"]
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": None}])
@@ -129,7 +156,11 @@ def test_sixteen_tokens_where_nothing_is_said(live: Live, fields):
 
 def test_no_tokens_where_none_are_wanted(live: Live):
     body = both_ways(live, prompt="The sky", max_tokens=0)
-    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == ("", "length", 0)
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == (
+        "",
+        "length",
+        0,
+    )
 
 
 def test_a_prompt_can_be_scored_without_an_answer(live: Live):
@@ -202,4 +233,7 @@ def test_the_models_own_end_has_the_reason_stop(live: Live):
 
 
 def test_every_served_name_answers_under_itself(live: Live):
-    assert live.client.post("/v1/completions", json={"model": "other/name", "prompt": "a", "max_tokens": 1}).json()["model"] == "other/name"
+    assert (
+        live.client.post("/v1/completions", json={"model": "other/name", "prompt": "a", "max_tokens": 1}).json()["model"]
+        == "other/name"
+    )

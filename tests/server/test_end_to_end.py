@@ -24,7 +24,9 @@ GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
     metrics = Metrics("m")
-    args = EngineArgs(model=str(folder), num_kv_blocks=256, max_num_seqs=16, device="cpu", cpu_threads=1, enable_fault_injection=True)
+    args = EngineArgs(
+        model=str(folder), num_kv_blocks=256, max_num_seqs=16, device="cpu", cpu_threads=1, enable_fault_injection=True
+    )
     with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as server:
         yield server
 
@@ -34,7 +36,14 @@ def nothing_is_left(live: Live) -> Iterator[None]:
     """After every test all blocks are free and the server answers as before."""
     before = live.complete(prompt="Hello", max_tokens=4, temperature=0).json()["choices"]
     yield
-    live.until(lambda: not any(live.metric(f"vllm:{name}") for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")), "idle")
+    live.until(
+        lambda: (
+            not any(
+                live.metric(f"vllm:{name}") for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            )
+        ),
+        "idle",
+    )
     assert live.complete(prompt="Hello", max_tokens=4, temperature=0).json()["choices"] == before
 
 
@@ -51,7 +60,10 @@ def test_echo_and_logprobs_agree_about_every_token(live: Live, prompt):
     assert text.startswith(prompt)
     assert "".join(logprobs["tokens"]) == text
     assert all(text[at : at + len(token)] == token for token, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True))
-    assert all(token in top and 3 <= len(top) <= 4 for token, top in list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:])
+    assert all(
+        token in top and 3 <= len(top) <= 4
+        for token, top in list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]
+    )
 
 
 def test_the_prompt_can_be_scored_alone(live: Live):
@@ -102,7 +114,9 @@ def test_a_cached_beginning_is_told(live: Live):
     size = live.complete(prompt=prompt, max_tokens=1).json()["usage"]["prompt_tokens"]
     cached = live.complete(prompt=prompt, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 0 < cached < size
-    salted = live.complete(prompt=prompt, max_tokens=1, cache_salt="mine").json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    salted = live.complete(prompt=prompt, max_tokens=1, cache_salt="mine").json()["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
     assert salted == 0
 
 
@@ -110,7 +124,9 @@ def test_forced_and_forbidden_tokens(live: Live):
     token_id = 40
     forced = both_ways(live, prompt="a", max_tokens=5, allowed_token_ids=[token_id], ignore_eos=True)["choices"][0]["text"]
     assert forced == live.engine.tokenizer.decode([token_id] * 5)
-    assert both_ways(live, prompt="a", max_tokens=5, temperature=0, logit_bias={str(token_id): 100})["choices"][0]["text"] == forced
+    assert (
+        both_ways(live, prompt="a", max_tokens=5, temperature=0, logit_bias={str(token_id): 100})["choices"][0]["text"] == forced
+    )
     assert refusal_of(live.complete(prompt="a", allowed_token_ids=[VOCAB_SIZE]))["param"] == "allowed_token_ids"
     assert refusal_of(live.complete(prompt=[VOCAB_SIZE]))["param"] == "prompt"
 
@@ -130,7 +146,17 @@ def test_a_conversation_that_the_template_refuses_is_the_callers_matter(live: Li
 
 
 def test_company_changes_no_answer(live: Live):
-    bodies = [{"prompt": f"story {i} " * (1 + i % 4), "temperature": i % 2, "seed": i, "max_tokens": 30, "ignore_eos": True, "logprobs": 1} for i in range(12)]
+    bodies = [
+        {
+            "prompt": f"story {i} " * (1 + i % 4),
+            "temperature": i % 2,
+            "seed": i,
+            "max_tokens": 30,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        for i in range(12)
+    ]
     alone = [live.complete(**body).json()["choices"] for body in bodies]
     with ThreadPoolExecutor(12) as pool:
         together = [call.result().json()["choices"] for call in [pool.submit(live.complete, **body) for body in bodies]]
@@ -149,7 +175,9 @@ def test_a_reader_who_leaves_frees_everything(live: Live, num_chunks, fields):
         raw += sock.recv(4096)
     live.until(lambda: live.metric("vllm:num_requests_running") > 0 or num_chunks > 0, "running")
     sock.close()
-    live.until(lambda: live.metric(finished) == before + len(fields.get("prompt", "x") if fields.get("prompt") else "x"), "aborted")
+    live.until(
+        lambda: live.metric(finished) == before + len(fields.get("prompt", "x") if fields.get("prompt") else "x"), "aborted"
+    )
 
 
 @pytest.mark.parametrize("kind", ["raise", "nan"])
@@ -171,7 +199,11 @@ def test_a_fault_hits_its_own_request_only(live: Live, kind, stage):
 
 
 def test_counters_close(live: Live):
-    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", 'vllm:request_success_total{engine="0",finished_reason="length"')
+    names = (
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        'vllm:request_success_total{engine="0",finished_reason="length"',
+    )
     before = [live.metric(name) for name in names]
     usages = [live.complete(prompt="the quick brown", n=n, **(GREEDY | {"temperature": 1})).json()["usage"] for n in (1, 2)]
     after = [live.metric(name) for name in names]

@@ -28,7 +28,9 @@ def client(keen: Live) -> Iterator[openai.OpenAI]:
 
 def test_completions(client: openai.OpenAI):
     whole = client.completions.create(prompt="The capital of France is", **ASKED)
-    chunks = list(client.completions.create(prompt="The capital of France is", stream=True, stream_options={"include_usage": True}, **ASKED))
+    chunks = list(
+        client.completions.create(prompt="The capital of France is", stream=True, stream_options={"include_usage": True}, **ASKED)
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text != ""
     assert chunks[-1].usage == whole.usage
     assert whole.usage.completion_tokens == 24
@@ -68,21 +70,28 @@ def test_refusals_are_the_clients_own_exceptions(client: openai.OpenAI):
 
 
 def test_a_failure_in_a_stream_is_raised(client: openai.OpenAI):
-    stream = client.completions.create(model="m", prompt="a", stream=True, extra_body={"x_fault": {"kind": "raise", "at_token": 3}})
+    stream = client.completions.create(
+        model="m", prompt="a", stream=True, extra_body={"x_fault": {"kind": "raise", "at_token": 3}}
+    )
     with pytest.raises(openai.APIError, match="injected fault"):
         list(stream)
 
 
 def test_a_failure_is_not_repeated(keen: Live):
     before = keen.metric('http_requests_total{handler="/v1/completions",method="POST",status="500"')
-    with openai.OpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=3, timeout=10) as client, pytest.raises(openai.InternalServerError):
+    with (
+        openai.OpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=3, timeout=10) as client,
+        pytest.raises(openai.InternalServerError),
+    ):
         client.completions.create(model="m", prompt="a", extra_body={"x_fault": {"kind": "raise"}})
     assert keen.metric('http_requests_total{handler="/v1/completions",method="POST",status="500"') == before + 1
 
 
 async def test_the_async_client_can_leave_a_stream(keen: Live):
     async with openai.AsyncOpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=0) as client:
-        stream = await client.completions.create(model="m", prompt="A long story", max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+        stream = await client.completions.create(
+            model="m", prompt="A long story", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
         async for _ in stream:
             break
         await stream.close()

@@ -30,7 +30,11 @@ def test_every_reference_leads_somewhere():
                 yield from references(child)
 
     found = set(references(document))
-    assert {"#/components/schemas/CompletionRequest", "#/components/schemas/ChatRequest", "#/components/schemas/ErrorEnvelope"} <= found
+    assert {
+        "#/components/schemas/CompletionRequest",
+        "#/components/schemas/ChatRequest",
+        "#/components/schemas/ErrorEnvelope",
+    } <= found
     assert {reference.rsplit("/", 1)[1] for reference in found} <= set(schemas)
 
 

@@ -56,7 +56,12 @@ def test_an_odd_request_id_is_replaced(live: Live, odd):
 def test_two_requests_with_the_same_id_are_two(live: Live):
     headers = {"X-Request-Id": "same"}
     with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(live.client.post, "/v1/completions", json={"model": "m", "prompt": "a", "max_tokens": 20}, headers=headers) for _ in range(4)]
+        calls = [
+            pool.submit(
+                live.client.post, "/v1/completions", json={"model": "m", "prompt": "a", "max_tokens": 20}, headers=headers
+            )
+            for _ in range(4)
+        ]
     replies = [call.result() for call in calls]
     assert [reply.status_code for reply in replies] == [200] * 4
     assert len({reply.json()["id"] for reply in replies}) == 4
@@ -65,7 +70,13 @@ def test_two_requests_with_the_same_id_are_two(live: Live):
 def test_a_key_is_asked_for_below_v1_only(start):
     live: Live = start(api_keys=("secret", "other"))
     assert live.client.get("/health").status_code == live.client.get("/metrics").status_code == 200
-    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}, {"Authorization": "Bearer"}):
+    for header in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "secret"},
+        {"Authorization": "Basic secret"},
+        {"Authorization": "Bearer"},
+    ):
         response = live.client.get("/v1/models", headers=header)
         error = refusal_of(response, 401)
         assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
@@ -79,7 +90,10 @@ def test_browsers_of_allowed_origins_may_call(start):
     response = live.client.options("/v1/completions", headers={"Origin": "http://a.example", **ask})
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "http://a.example"
-    assert "access-control-allow-origin" not in live.client.options("/v1/completions", headers={"Origin": "http://b.example", **ask}).headers
+    assert (
+        "access-control-allow-origin"
+        not in live.client.options("/v1/completions", headers={"Origin": "http://b.example", **ask}).headers
+    )
 
 
 def test_a_full_queue_is_told_at_once(start):
@@ -100,13 +114,17 @@ def test_a_full_queue_is_told_at_once(start):
 def test_counters_close(start):
     live: Live = start()
     finished = 'vllm:request_success_total{engine="0",finished_reason="'
-    usage = [live.complete(prompt="The counting house", max_tokens=20, n=n, seed=1, ignore_eos=True).json()["usage"] for n in (1, 2)]
+    usage = [
+        live.complete(prompt="The counting house", max_tokens=20, n=n, seed=1, ignore_eos=True).json()["usage"] for n in (1, 2)
+    ]
     text = live.complete(prompt="The counting house", max_tokens=20, **GREEDY).json()["choices"][0]["text"]
     usage.append(live.complete(prompt="The counting house", max_tokens=20, **GREEDY, stop=[text[10:14]]).json()["usage"])
     live.complete(prompt="a", temperature=-1)
     live.complete(prompt="a", max_tokens=20, x_fault={"kind": "raise", "at_token": 3})
     assert [live.metric(finished + reason) for reason in ("stop", "length", "abort", "error")] == [1, 3, 0, 1]
-    usage.append({"prompt_tokens": 18 + 1, "completion_tokens": 20 + 3})  # of the answer that gave the text, and of the failed one
+    usage.append(
+        {"prompt_tokens": 18 + 1, "completion_tokens": 20 + 3}
+    )  # of the answer that gave the text, and of the failed one
     assert live.metric("vllm:prompt_tokens_total") == sum(each["prompt_tokens"] for each in usage)
     assert live.metric("vllm:generation_tokens_total") == sum(each["completion_tokens"] for each in usage)
     http = 'http_requests_total{handler="/v1/completions",method="POST",status="'
@@ -145,10 +163,33 @@ def test_unknown_paths_share_one_label(live: Live):
 
 def test_the_listener_counts_what_a_step_says():
     metrics = Metrics("m")
-    metrics.step_done(StepStats(1, 2, 3, 4, 5, 6, num_preempted_recompute=2, num_preempted_swap=1, num_swapped_out_blocks=7, num_swapped_in_blocks=8,
-                                num_copied_blocks=9, num_prefix_queried_tokens=100, num_prefix_hit_tokens=64, num_recomputed_tokens=11))  # fmt: skip
-    metrics.request_finished(RequestStats("r", FinishReason.LENGTH, 10, 21, 4, 1, 21, arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0, finished_s=4.0))
-    metrics.request_finished(RequestStats("r", FinishReason.ABORT, 10, 0, 0, 1, 21, arrival_s=1.0, scheduled_s=None, first_token_s=None, finished_s=4.0))
+    metrics.step_done(
+        StepStats(
+            num_running=1,
+            num_waiting=2,
+            num_swapped=3,
+            num_used_blocks=4,
+            num_blocks=5,
+            num_scheduled_tokens=6,
+            num_preempted_recompute=2,
+            num_preempted_swap=1,
+            num_swapped_in_blocks=8,
+            num_copied_blocks=9,
+            num_prefix_queried_tokens=100,
+            num_prefix_hit_tokens=64,
+            num_recomputed_tokens=11,
+        )
+    )
+    metrics.request_finished(
+        RequestStats(
+            "r", FinishReason.LENGTH, 10, 21, 4, 1, 21, arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0, finished_s=4.0
+        )
+    )
+    metrics.request_finished(
+        RequestStats(
+            "r", FinishReason.ABORT, 10, 0, 0, 1, 21, arrival_s=1.0, scheduled_s=None, first_token_s=None, finished_s=4.0
+        )
+    )
     text = metrics.exposition().decode()
     label = '{engine="0",model_name="m"}'
     for line in (

@@ -25,10 +25,23 @@ def test_a_body_that_is_no_object_is_refused(live: Live, path, raw):
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"  ", b"{", b"{}", b'{"model":"m",}', b"{'model':'m'}", b'\xff\xfe{"a":1}', b'{"model":"m","prompt":"\xc3"}', b'{"model":"m","prompt":"a\nb"}',
-     b'{"seed":' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"a":' * 100_000, b"[" * 40 + b"]" * 40],
+    [
+        b"",
+        b"  ",
+        b"{",
+        b"{}",
+        b'{"model":"m",}',
+        b"{'model':'m'}",
+        b'\xff\xfe{"a":1}',
+        b'{"model":"m","prompt":"\xc3"}',
+        b'{"model":"m","prompt":"a\nb"}',
+        b'{"seed":' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[" * 40 + b"]" * 40,
+    ],
     ids=lambda raw: repr(raw[:12]),
-)  # fmt: skip
+)
 def test_a_body_that_is_no_sound_json_is_refused(live: Live, path, raw):
     refusal_of(live.raw(raw, path))
 
@@ -47,12 +60,19 @@ def test_brackets_inside_a_text_are_no_nesting(live: Live, text):
 
 @pytest.mark.parametrize("raw", [rb"\ud800", rb"\udc00\ud800", rb"a\uD83D"])
 def test_half_a_surrogate_pair_is_no_text(live: Live, raw):
-    for body in (b'{"model":"m","prompt":"%s"}' % raw, b'{"model":"m","prompt":"a","stop":["%s"]}' % raw, b'{"model":"m","%s":1}' % raw):
+    for body in (
+        b'{"model":"m","prompt":"%s"}' % raw,
+        b'{"model":"m","prompt":"a","stop":["%s"]}' % raw,
+        b'{"model":"m","%s":1}' % raw,
+    ):
         refusal_of(live.raw(body))
     assert live.raw(rb'{"model":"m","prompt":"\ud83d\ude00","max_tokens":1}').status_code == 200
 
 
-@pytest.mark.parametrize("prompt", [[1, 100_000], [-1], [[1, 2], [99999999999]], [True, False], [1.5], [1, "a"], [[1], "a"], [["a"]], ["a", 1], [[[1]]]])
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 100_000], [-1], [[1, 2], [99999999999]], [True, False], [1.5], [1, "a"], [[1], "a"], [["a"]], ["a", 1], [[[1]]]],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_that_are_none_are_refused(live: Live, prompt, stream):
     assert refusal_of(live.complete(prompt=prompt, stream=stream))["param"] == "prompt"
@@ -62,17 +82,37 @@ def test_the_number_of_prompts_is_bounded(live: Live):
     assert refusal_of(live.complete(prompt=["a"] * 257))["param"] == "prompt"
 
 
-SHARED = [
-    ("seed", 2**64), ("seed", "x"), ("seed", 1.5), ("temperature", -1), ("temperature", 2.01), ("temperature", "hot"), ("temperature", True),
-    ("top_p", 1.01), ("top_p", -0.1), ("top_k", 0.01), ("top_k", -2), ("top_k", 10**400), ("min_p", 1.5), ("n", 0), ("n", -1), ("n", 1_000_000), ("n", 1.5),
-    ("n", True), ("max_tokens", -1), ("max_tokens", "5"), ("max_tokens", 5.0), ("max_tokens", 10**30), ("min_tokens", -1), ("repetition_penalty", 0),
-    ("presence_penalty", 2.5), ("presence_penalty", 10**400), ("frequency_penalty", -3), ("stop", 5), ("stop", [""]), ("stop", ""), ("stop", ["a"] * 17),
-    ("stop", [1]), ("stop", "a" * 2000), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("logit_bias", {"1": 101}),
-    ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", [1]), ("logit_bias", {"1": "x"}), ("allowed_token_ids", []), ("allowed_token_ids", [-1]),
-    ("prompt_logprobs", 21), ("prompt_logprobs", True), ("ignore_eos", 1), ("ignore_eos", "yes"), ("stream", "yes"), ("stream", 1), ("user", 5),
-    ("truncate_prompt_tokens", 0), ("priority", "high"), ("cache_salt", ""), ("cache_salt", 5), ("skip_special_tokens", 0), ("add_special_tokens", "no"),
-    ("include_stop_str_in_output", 1), ("model", None), ("model", 5), ("x_fault", {"kind": "nonsense"}), ("x_fault", {}), ("stream_options", True),
-]  # fmt: skip
+BAD_VALUES = {
+    "seed": [2**64, "x", 1.5],
+    "temperature": [-1, 2.01, "hot", True],
+    "top_p": [1.01, -0.1],
+    "top_k": [0.01, -2, 10**400],
+    "min_p": [1.5],
+    "n": [0, -1, 1_000_000, 1.5, True],
+    "max_tokens": [-1, "5", 5.0, 10**30],
+    "min_tokens": [-1],
+    "repetition_penalty": [0],
+    "presence_penalty": [2.5, 10**400],
+    "frequency_penalty": [-3],
+    "stop": [5, [""], "", ["a"] * 17, [1], "a" * 2000],
+    "stop_token_ids": [[-1], ["a"], 5],
+    "logit_bias": [{"1": 101}, {"a": 1}, {"-1": 1}, [1], {"1": "x"}],
+    "allowed_token_ids": [[], [-1]],
+    "prompt_logprobs": [21, True],
+    "ignore_eos": [1, "yes"],
+    "stream": ["yes", 1],
+    "stream_options": [True],
+    "user": [5],
+    "truncate_prompt_tokens": [0],
+    "priority": ["high"],
+    "cache_salt": ["", 5],
+    "skip_special_tokens": [0],
+    "add_special_tokens": ["no"],
+    "include_stop_str_in_output": [1],
+    "model": [None, 5],
+    "x_fault": [{"kind": "nonsense"}, {}],
+}
+SHARED = [(field, value) for field, values in BAD_VALUES.items() for value in values]
 
 
 @pytest.mark.parametrize(("field", "value"), SHARED, ids=lambda value: repr(value)[:24])
@@ -86,19 +126,39 @@ def test_a_value_out_of_range_is_refused_by_name(live: Live, kind, field, value)
     assert param.split(".")[0].split("[")[0] == field
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", 1), ("echo", "true"), ("logprobs", True), ("logprobs", 21), ("logprobs", -1), ("best_of", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("echo", 1), ("echo", "true"), ("logprobs", True), ("logprobs", 21), ("logprobs", -1), ("best_of", 0)]
+)
 def test_a_completions_field_out_of_range_is_refused_by_name(live: Live, field, value):
     assert refusal_of(live.complete(prompt="a", **{field: value}))["param"] == field
 
 
+BAD_MESSAGES = [
+    [],
+    None,
+    "hi",
+    ["hi"],
+    [{"role": "user"}],
+    [{"role": "nobody", "content": "a"}],
+    [{"content": "a"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    [{"role": "user", "content": "a", "colour": "red"}],
+    [{"role": "user", "content": "refuse me"}],
+]
 CHAT_ONLY = [
-    ("logprobs", 1), ("top_logprobs", 21), ("messages", []), ("messages", None), ("messages", "hi"), ("messages", ["hi"]), ("messages", [{"role": "user"}]),
-    ("messages", [{"role": "nobody", "content": "a"}]), ("messages", [{"content": "a"}]), ("messages", [{"role": "user", "content": 5}]),
-    ("messages", [{"role": "user", "content": None}]), ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-    ("messages", [{"role": "user", "content": "a", "colour": "red"}]), ("messages", [{"role": "user", "content": "refuse me"}]),
-    ("max_completion_tokens", -1), ("add_generation_prompt", "yes"), ("continue_final_message", 1), ("continue_final_message", True),
-    ("chat_template_kwargs", []), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", {"tools": []}),
-]  # fmt: skip
+    *(("messages", messages) for messages in BAD_MESSAGES),
+    ("logprobs", 1),
+    ("top_logprobs", 21),
+    ("max_completion_tokens", -1),
+    ("add_generation_prompt", "yes"),
+    ("continue_final_message", 1),
+    ("continue_final_message", True),
+    ("chat_template_kwargs", []),
+    ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"tools": []}),
+]
 
 
 @pytest.mark.parametrize(("field", "value"), CHAT_ONLY, ids=lambda value: repr(value)[:40])
@@ -120,7 +180,9 @@ def test_nan_is_refused_where_any_value_may_stand(live: Live):
     assert live.raw(raw % b'"NaN"', CHAT).status_code == 200
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp", ""])
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp", ""]
+)
 def test_json_must_be_called_json(live: Live, kind):
     body = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 1}).encode()
     request = live.client.build_request("POST", COMPLETIONS, content=body, headers={} if kind is None else {"Content-Type": kind})
@@ -133,7 +195,9 @@ def test_json_is_read_whatever_its_parameters(live: Live, kind):
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
-@pytest.mark.parametrize(("typo", "meant"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("Stream", "stream"), ("top-p", "top_p")])
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("Stream", "stream"), ("top-p", "top_p")]
+)
 def test_a_misspelt_field_is_reported_with_its_likeliest_name(live: Live, kind, typo, meant):
     fields = {typo: 1, "temperature": 5}  # the typo goes before other faults
     error = refusal_of(live.complete(prompt="a", **fields) if kind == "completions" else live.chat(**fields))
@@ -141,25 +205,61 @@ def test_a_misspelt_field_is_reported_with_its_likeliest_name(live: Live, kind, 
     assert f"did you mean {meant!r}" in error["message"]
 
 
-UNSUPPORTED = [("suffix", "x"), ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "(["}), ("guided_json", {})]
+UNSUPPORTED = [
+    ("suffix", "x"),
+    ("response_format", {"type": "json_object"}),
+    ("structured_outputs", {"regex": "(["}),
+    ("guided_json", {}),
+]
 UNSUPPORTED_IN_CHAT = [
-    ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("functions", [{}]), ("audio", {}), ("modalities", ["text", "audio"]), ("prediction", {}),
-    ("reasoning_effort", "high"), ("store", True), ("web_search_options", {}), ("metadata", {"a": "b"}), ("service_tier", "priority"), ("verbosity", "low"),
-]  # fmt: skip
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "required"),
+    ("functions", [{}]),
+    ("audio", {}),
+    ("modalities", ["text", "audio"]),
+    ("prediction", {}),
+    ("reasoning_effort", "high"),
+    ("store", True),
+    ("web_search_options", {}),
+    ("metadata", {"a": "b"}),
+    ("service_tier", "priority"),
+    ("verbosity", "low"),
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_not_served_is_refused_by_name(live: Live, stream):
     for field, value in UNSUPPORTED + UNSUPPORTED_IN_CHAT:
-        error = refusal_of(live.chat(**{field: value}, stream=stream)) if field != "suffix" else refusal_of(live.complete(prompt="a", suffix=value))
+        error = (
+            refusal_of(live.chat(**{field: value}, stream=stream))
+            if field != "suffix"
+            else refusal_of(live.complete(prompt="a", suffix=value))
+        )
         assert (error["param"], error["code"]) == (field, "unsupported_parameter"), error
         assert "not supported" in error["message"]
 
 
 def test_what_asks_for_nothing_is_taken(live: Live):
-    nothing = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "modalities": ["text"], "service_tier": "auto"}
-    assert live.chat(max_tokens=1, **nothing, temperature=None, n=None, stop=None, stream=None, logit_bias=None, user="me").status_code == 200
-    assert live.complete(prompt="a", max_tokens=1, suffix=None, best_of=None, echo=None, logprobs=None, stream_options=None, user=None).status_code == 200
+    nothing = {
+        "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "store": False,
+        "modalities": ["text"],
+        "service_tier": "auto",
+    }
+    assert (
+        live.chat(
+            max_tokens=1, **nothing, temperature=None, n=None, stop=None, stream=None, logit_bias=None, user="me"
+        ).status_code
+        == 200
+    )
+    assert (
+        live.complete(
+            prompt="a", max_tokens=1, suffix=None, best_of=None, echo=None, logprobs=None, stream_options=None, user=None
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,9 +316,18 @@ def test_an_unknown_model_is_404(live: Live, path):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", COMPLETIONS, 405), ("PUT", CHAT, 405), ("POST", "/v1/models", 405), ("POST", "/v1/complete", 404), ("GET", "/v1/models/nope", 404),
-     ("GET", "/", 404), ("POST", "/v1/completions/", 404), ("GET", "/v1/models/../../etc/passwd", 404), ("BREW", COMPLETIONS, 405)],
-)  # fmt: skip
+    [
+        ("GET", COMPLETIONS, 405),
+        ("PUT", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/v1/complete", 404),
+        ("GET", "/v1/models/nope", 404),
+        ("GET", "/", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/v1/models/../../etc/passwd", 404),
+        ("BREW", COMPLETIONS, 405),
+    ],
+)
 def test_wrong_paths_and_methods_get_the_envelope(live: Live, method, path, status):
     response = live.client.request(method, path, json={} if method == "POST" else None)
     refusal_of(response, status)
@@ -235,12 +344,22 @@ def test_a_large_body_is_413_before_it_is_read(start):
         for _ in range(4):
             yield b"a" * 400
 
-    assert refusal_of(server.client.post(COMPLETIONS, content=pieces(), headers={"Content-Type": "application/json"}), 413)["code"] == "body_too_large"
+    assert (
+        refusal_of(server.client.post(COMPLETIONS, content=pieces(), headers={"Content-Type": "application/json"}), 413)["code"]
+        == "body_too_large"
+    )
 
 
 @pytest.mark.parametrize("huge", ["x" * 100_000, "\u2603" * 50_000, "\x00\x1b" * 10_000])
 def test_a_refusal_is_short_whatever_came_in(live: Live, huge):
-    for fields in ({huge: 1}, {"temperature": huge}, {"user": [huge]}, {"model": huge}, {"logit_bias": {huge: 1}}, {"x_fault": {huge: huge}}):
+    for fields in (
+        {huge: 1},
+        {"temperature": huge},
+        {"user": [huge]},
+        {"model": huge},
+        {"logit_bias": {huge: 1}},
+        {"x_fault": {huge: huge}},
+    ):
         refusal_of(live.complete(prompt="a", **fields), 404 if "model" in fields else 400)
     refusal_of(live.chat(messages=[{"role": huge, "content": "a", huge: "b"}]))
 
