@@ -70,7 +70,7 @@ public:
                 t = ticket_.load(std::memory_order_acquire);
             }
         for (long spins = 0; done_.load(std::memory_order_acquire) + mine < chunks; ++spins)
-            if (spins < 20000) relax();
+            if (spins < 1000) relax();
             else std::this_thread::yield();  // more threads than cores: let the one that holds the chunk run
     }
 

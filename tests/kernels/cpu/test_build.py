@@ -1,0 +1,59 @@
+"""Compiling: once, safely, and with a plain answer where it is impossible."""
+
+import logging
+import multiprocessing
+
+import pytest
+
+from pagestream.kernels.cpu import build
+from pagestream.kernels.cpu.ops import load_ops
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "pagestream"
+
+
+def test_two_processes_may_build_at_once_and_a_third_compiles_nothing(empty_cache, monkeypatch):
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        paths = pool.map(build.build, ["native", "native"])
+    assert paths[0] == paths[1]
+    assert [path.name for path in empty_cache.iterdir()] == [paths[0].name]
+
+    def only_version(command, *args, run=build.subprocess.run, **options):
+        assert "--version" in command, f"compiled again: {command}"
+        return run(command, *args, **options)
+
+    monkeypatch.setattr(build.subprocess, "run", only_version)
+    assert build.build() == paths[0]
+
+
+def test_variants_of_a_build_are_kept_apart():
+    assert build.cache_key("c++", ("-O3",)) != build.cache_key("c++", ("-O3", "-DPS_NO_AMX"))
+
+
+def test_without_a_compiler_there_are_no_ops(empty_cache, monkeypatch, caplog):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert load_ops() is None
+    assert "no C++ compiler found" in caplog.text
+
+
+def test_refusal_of_the_compiler_is_told(empty_cache, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert load_ops(march="no-such-processor") is None
+    assert "no-such-processor" in caplog.text
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_library_that_does_not_run_here_is_told(empty_cache, monkeypatch):
+    class Refusing:
+        def ps_init(self) -> int:
+            return 1
+
+    monkeypatch.setattr(build, "build", lambda march, defines: empty_cache)
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda path: Refusing())
+    with pytest.raises(build.BuildFailed, match="do not run"):
+        build.load()
