@@ -1,0 +1,40 @@
+"""The images start the server as its own command line and probes have it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pagestream.server import __main__ as command
+from pagestream.server.app import bare_app
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILES = ("Dockerfile", "docker/Dockerfile.cpu")
+VARIABLES = {"PAGESTREAM_" + name.upper() for name in command.serve.__annotations__}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_serves_all_interfaces_as_an_ordinary_user(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert "PAGESTREAM_HOST=0.0.0.0" in text
+    assert "EXPOSE 8000" in text
+    assert text.index("USER pagestream") < text.index("ENTRYPOINT")
+    assert set(re.findall(r"PAGESTREAM_[A-Z_]+", text)) <= VARIABLES
+    probe = json.loads(re.search(r"CMD (\[\"python3.*\])", text)[1])
+    ast.parse(probe[2])
+    (path,) = re.findall(r"\}(/\w+)'", probe[2])
+    assert path in {route.path for route in bare_app().routes}
+    for folder in re.findall(r"^COPY (\w+) /src/\w+$", text, re.M):
+        assert (ROOT / folder).is_dir()
+
+
+def test_the_compose_file_gives_a_drain_time_to_end():
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]
+    for service in services.values():
+        assert set(service["environment"]) <= VARIABLES
+        assert int(service["stop_grace_period"].removesuffix("s")) > int(service["environment"]["PAGESTREAM_DRAIN_TIMEOUT"])
