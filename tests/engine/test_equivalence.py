@@ -1,0 +1,79 @@
+"""An optimisation changes time, never tokens, and nobody's answer depends on company: the same bits, whatever is switched on."""
+
+import pytest
+
+from pagestream.engine import LLM, SamplingParams
+
+WORDS = "the sea was calm and the old captain looked over the water as he had done every morning for many years".split()
+
+
+def prompts(count: int) -> list[str]:
+    """Lengths from a few tokens to some hundreds, none the beginning of another."""
+    return [f"{index} " + " ".join((WORDS[index % 7 :] + WORDS) * (1 + index * index // 12)) for index in range(count)]
+
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=11, max_tokens=20, logprobs=2, ignore_eos=True),
+]
+
+
+def llm(**options) -> LLM:
+    return LLM(**{"kv_cache_memory": 0.25, **options})
+
+
+def answers(engine: LLM, asked: list[str], params) -> list:
+    """Everything that could differ: tokens, text, and logprobs to the last bit."""
+    outputs = engine.generate(asked, params, use_tqdm=False)
+    return [[(answer.token_ids, answer.text, answer.logprobs) for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(dtype):
+    return llm(dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def solo(plain):
+    """Each prompt alone, with a cold prefix cache: the prompts do not share one."""
+    return {params: [answers(plain, [prompt], params)[0] for prompt in prompts(16)] for params in PARAMS}
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded"])
+class TestSameBits:
+    def test_in_a_batch_of_16(self, plain, solo, params):
+        assert answers(plain, prompts(16), params) == solo[params]  # and with a warm prefix cache
+
+    def test_in_a_cold_batch_without_prefix_cache(self, dtype, solo, params):
+        engine = llm(dtype=dtype, enable_prefix_caching=False)
+        assert answers(engine, prompts(16), params) == solo[params]
+
+    def test_with_a_step_budget_of_32(self, dtype, solo, params):
+        engine = llm(dtype=dtype, max_num_batched_tokens=32, max_num_seqs=16)
+        assert answers(engine, prompts(16), params) == solo[params]
+
+    @pytest.mark.parametrize("mode", ["recompute", "swap"])
+    def test_with_a_pool_so_small_that_requests_give_way(self, dtype, solo, params, mode):
+        engine = llm(dtype=dtype, num_kv_blocks=70, preemption_mode=mode, swap_space=0.5)
+        assert answers(engine, prompts(16), params) == solo[params]
+        counters = engine.llm_engine.scheduler.counters
+        assert (counters.num_preempted_swap if mode == "swap" else counters.num_preempted_recompute) > 0
+
+    def test_with_one_thread_and_larger_blocks(self, dtype, solo, params):
+        engine = llm(dtype=dtype, cpu_threads=1, block_size=32)
+        assert answers(engine, prompts(16), params) == solo[params]
+
+
+def test_forks_are_the_answers_that_separate_requests_give(plain):
+    """Copy-on-write against copies: the j-th of n answers has its own seed, whatever is shared."""
+    params = SamplingParams(temperature=1, seed=3, n=4, max_tokens=16, ignore_eos=True)
+    together = answers(plain, prompts(3), params)
+    assert together == [answers(plain, [prompt], params)[0] for prompt in prompts(3)]
+    first = SamplingParams(temperature=1, seed=3, max_tokens=16, ignore_eos=True)
+    assert [forked[0] for forked in together] == [alone[0] for alone in answers(plain, prompts(3), first)]
+    assert all(len({tokens for tokens, _, _ in forked}) == 4 for forked in together)
