@@ -5,7 +5,7 @@ so their tensors are [B, G, K, D + 4]: of the K * (D + 4) bytes of a block and h
 token, and the last 4 * K the scales.  Scales so travel with their block through every copy and swap, and both parts start
 at multiples of 16 bytes because K is a multiple of 16 and D of 4.
 
-A value is code * scale, scale = amax / max_code.  Unlike one scale per tensor, this needs no calibration and cannot saturate.
+A value is code * scale, scale = amax / max_code; integer codes are stored plus 128.  Unlike one scale per tensor, this needs no calibration and cannot saturate.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ def scales_view(cache: Tensor) -> Tensor:
     For a cache that is not quantised: the cache itself, which kernels then do not read as scales.
     """
     return cache.view(torch.float32).flatten(2) if is_quantised(cache.dtype) else cache
+
+
+def page_format(cache: Tensor) -> int:
+    """As the kernels number them: 0 plain, 1 fp8, 2 int8."""
+    return {torch.float8_e4m3fn: 1, torch.int8: 2}.get(cache.dtype, 0)
+
+
+def page_words(cache: Tensor) -> Tensor:
+    """What attention reads: the pages, those of 8 bit as 16-bit words of two codes."""
+    return cache.view(torch.int16) if is_quantised(cache.dtype) else cache
 
 
 def allocate_pages(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype, device: str) -> Tensor:

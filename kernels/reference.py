@@ -55,7 +55,8 @@ def read_pages(cache: Tensor) -> Tensor:
         return cache.double()
     num_blocks, num_heads, block_size, _ = cache.shape
     size = head_size_of(cache)
-    codes = cache.flatten(2)[:, :, : block_size * size].double().view(num_blocks, num_heads, block_size, size)
+    stored = cache.flatten(2)[:, :, : block_size * size].view(num_blocks, num_heads, block_size, size)
+    codes = stored.view(torch.uint8).double() - 128 if cache.dtype == torch.int8 else stored.double()
     return codes * scales_view(cache)[:, :, block_size * size // 4 :].double()[..., None]
 
 
@@ -72,7 +73,8 @@ def write_pages(cache: Tensor, slots: Tensor, x: Tensor) -> None:
         codes, scales = quantise(row, cache.dtype)
         for head in range(num_heads):
             flat = cache[block, head].flatten().view(torch.int8)
-            flat[offset * size : (offset + 1) * size] = codes[head].view(torch.int8)
+            stored = codes[head].view(torch.int8)
+            flat[offset * size : (offset + 1) * size] = stored ^ -128 if cache.dtype == torch.int8 else stored
             flat.view(torch.float32)[block_size * size // 4 + offset] = scales[head]
 
 

@@ -50,7 +50,7 @@ def _cast(x, page_ptr, scale, QUANTISED: tl.constexpr, INTEGER: tl.constexpr, MA
         # Clamped because float32 to float8 conversions differ in what they do beyond the range.
         x = tl.minimum(tl.maximum(x / scale, -MAX), MAX)
         if INTEGER:
-            x = tl.floor(x + 0.5)
+            x = (tl.floor(x + 0.5) + 128.0).to(tl.int32)
     return x.to(page_ptr.dtype.element_ty)
 
 

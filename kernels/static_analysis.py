@@ -1,0 +1,174 @@
+"""What can be known of a kernel without a GPU: compile its real launches for one, and read the machine code.
+
+`launches_compiled(target)` makes every launcher in this folder compile instead of run, through Triton's own binder, so that what
+is measured and counted is exactly what a launch on that GPU would use.  Needs no driver; must not run in the interpreter.
+
+The model (kernels/README.md): a loop of n instructions in w warps that moves b bytes can issue at most
+b / (n w) * SMs * 4 schedulers * clock bytes per second, and Little's law bounds the rate by the bytes in flight.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+H200_ISSUE_RATE = 132 * 4 * 1.755e9  # warp instructions a second
+H200_REGISTERS, H200_SHARED_BYTES, H200_WARPS = 65536, 228 * 1024, 64  # of an SM
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class CompileOnlyDriver:
+    """Enough of a driver for a launch that stops after compiling."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was compiled instead of run."""
+
+    name: str
+    kernel: Any  # triton's CompiledKernel
+    num_parameters: int
+    fresh: bool  # it was compiled for this launch and not found among those of earlier ones
+
+
+@contextmanager
+def launches_compiled(target: GPUTarget) -> Iterator[list[Launch]]:
+    """Within it every launch compiles for `target` and is appended to the list that this yields."""
+    launches: list[Launch] = []
+    original = JITFunction.run
+    fresh: list[str] = []
+    device_caches: list[JITFunction] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if self not in device_caches:
+            # Another target may have filled the cache of this process under the same device number.
+            device_caches.append(self)
+            self.device_caches.clear()
+        before = len(fresh)
+        kernel = original(self, *args, grid=grid, warmup=True, **options)
+        launches.append(Launch(self.fn.__name__, kernel, len(self.params), len(fresh) > before))
+        return kernel
+
+    previous_hook = knobs.runtime.jit_post_compile_hook
+    previous_driver = driver._active
+    driver.set_active(CompileOnlyDriver(target))
+    knobs.runtime.jit_post_compile_hook = lambda **kwargs: fresh.append(kwargs["fn"].name)
+    JITFunction.run = run  # type: ignore[method-assign]
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original  # type: ignore[method-assign]
+        knobs.runtime.jit_post_compile_hook = previous_hook
+        driver._active = previous_driver
+        for function in device_caches:
+            function.device_caches.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFigures:
+    """Of one compiled kernel; the loop is the largest innermost one with matrix instructions, else the largest innermost one."""
+
+    name: str
+    registers: int
+    spill_bytes: int  # NVIDIA: stores + loads; AMD: spilled vector registers
+    shared_bytes: int
+    num_warps: int
+    loop_instructions: int
+    loop: tuple[str, ...]  # its instructions
+    matrix_unit: str  # mma, wgmma, tcgen05, mfma or none
+
+    def count_in_loop(self, pattern: str) -> int:
+        return sum(re.search(pattern, line) is not None for line in self.loop)
+
+    def issue_bound(self, loop_bytes: float) -> float:
+        """Bytes a second that an H200 could at best issue this loop for."""
+        return loop_bytes / (self.loop_instructions * self.num_warps) * H200_ISSUE_RATE
+
+    @property
+    def programs_per_sm(self) -> int:
+        by_registers = H200_REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
+        return min(by_registers, H200_SHARED_BYTES // (self.shared_bytes + 1024), H200_WARPS // self.num_warps)
+
+
+def figures_of(launch: Launch) -> StaticFigures:
+    kernel = launch.kernel
+    if "amdgcn" in kernel.asm:
+        return _amd_figures(launch.name, kernel)
+    return _nvidia_figures(launch.name, kernel)
+
+
+def _amd_figures(name: str, kernel: Any) -> StaticFigures:
+    text = kernel.asm["amdgcn"]
+
+    def number(key: str) -> int:
+        found = re.search(rf"\.{key}:\s*(\d+)", text)
+        return int(found.group(1)) if found else 0
+
+    body = tuple(line.strip() for line in text.splitlines() if re.match(r"\s+[vsgdb][_a-z]", line))
+    return StaticFigures(
+        name, number("vgpr_count") + number("agpr_count"), number("vgpr_spill_count") + number("private_segment_fixed_size"),
+        kernel.metadata.shared, kernel.metadata.num_warps, 0, body, "mfma" if "v_mfma" in text else "none",
+    )  # fmt: skip
+
+
+def _nvidia_figures(name: str, kernel: Any) -> StaticFigures:
+    arch = kernel.metadata.target.arch
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        cubin.write_bytes(kernel.asm["cubin"])
+        assembler = (knobs.nvidia.ptxas if arch < 90 else knobs.nvidia.ptxas_blackwell).path
+        suffix = "a" if arch >= 90 else ""
+        log = subprocess.run(
+            [assembler, "-v", "--regAllocOptLevel=2", f"--gpu-name=sm_{arch}{suffix}", str(ptx), "-o", str(Path(folder, "k.o"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+        sass = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))  # type: ignore[union-attr]
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    loop = innermost_loop(sass)
+    units = (("tcgen05", "UTC.*MMA"), ("wgmma", "GMMA"), ("mma", "[HIDQ]MMA"))
+    unit = next((unit for unit, pattern in units if re.search(pattern, sass)), "none")
+    return StaticFigures(name, registers, spills, kernel.metadata.shared, kernel.metadata.num_warps, len(loop), loop, unit)
+
+
+def innermost_loop(sass: str) -> tuple[str, ...]:
+    """The instructions between a backward branch and its target, where no other such pair lies between."""
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    loops = []
+    for address, text in code:
+        branch = re.search(r"\bBRA(?:\.\w+)*\s+(?:`\()?(?:\S+,\s*)?0x([0-9a-f]+)", text)
+        if branch and int(branch.group(1), 16) < address:
+            loops.append((int(branch.group(1), 16), address))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    bodies = [tuple(text for address, text in code if low <= address <= high) for low, high in inner]
+    with_matrix = [body for body in bodies if any("MMA" in text for text in body)]
+    return max(with_matrix or bodies, key=len, default=())
