@@ -118,7 +118,7 @@ def serve(
     sse_keep_alive_interval: Annotated[
         float, option("--sse-keep-alive-interval", SERVER, "Seconds between comments; 0: none.")
     ] = 15.0,
-    max_body_size: Annotated[float, option("--max-body-size", SERVER, "Largest body of a request, in MiB.")] = 16.0,
+    max_body_size: Annotated[float, option("--max-body-size", SERVER, "Largest body of a request, in MiB.")] = 8.0,
     drain_timeout: Annotated[
         float, option("--drain-timeout", SERVER, "Seconds that running requests have after SIGTERM.")
     ] = 30.0,

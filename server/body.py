@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import math
@@ -12,14 +13,16 @@ from pydantic import BaseModel, ValidationError
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.errors import HttpError
+from pagestream.server.fields import WireModel
 
 MAX_JSON_DEPTH = 32
+MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
 
-Wire = TypeVar("Wire", bound=BaseModel)
+Wire = TypeVar("Wire", bound=WireModel)
 
 
-async def read_body(request: Request, wire: type[Wire], max_body_bytes: int, unsupported: dict[str, tuple[Any, ...]]) -> Wire:
-    """The request's body as this wire type.  `unsupported` has known fields that aren't served, and their harmless values.
+async def read_body(request: Request, wire: type[Wire], max_body_bytes: int) -> Wire:
+    """The request's body as this wire type.
 
     Raises HttpError (413, 415), InvalidRequest, and starlette's ClientDisconnect where the client leaves meanwhile.
     """
@@ -29,10 +32,17 @@ async def read_body(request: Request, wire: type[Wire], max_body_bytes: int, uns
     if kind != "application/json":
         raise HttpError(415, f"Content-Type must be application/json, not {kind[:40]!r}", code="unsupported_media_type")
     raw = await read_limited(request, max_body_bytes)
+    if len(raw) <= MAX_BYTES_ON_LOOP:
+        return parse(raw, wire)
+    return await asyncio.to_thread(parse, raw, wire)
+
+
+def parse(raw: bytes, wire: type[Wire]) -> Wire:
+    """Raises InvalidRequest."""
     fields = parse_object(raw)
-    for name in fields.keys() & unsupported.keys():
+    for name in [name for name in fields if name in wire.unsupported]:
         value = fields.pop(name)
-        if value is not None and value not in unsupported[name]:
+        if value is not None and value not in wire.unsupported[name]:
             raise InvalidRequest(f"{name} is not supported yet", param=name, code="unsupported_parameter")
     checked = check(wire, fields)
     if b"NaN" in raw or b"Infinity" in raw:

@@ -11,7 +11,7 @@ from pagestream.server.answer import Answer, Piece
 from pagestream.server.body import read_body
 from pagestream.server.generation import check_model, respond
 from pagestream.server.logprobs import chat_logprobs
-from pagestream.server.protocol import UNSUPPORTED_CHAT, ChatRequest
+from pagestream.server.protocol import ChatRequest
 from pagestream.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ChatAnswer(Answer):
 async def create_chat_completion(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
-    request = await read_body(http, ChatRequest, settings.max_body_bytes, UNSUPPORTED_CHAT)
+    request = await read_body(http, ChatRequest, settings.max_body_bytes)
     check_model(request, settings)
     answer = ChatAnswer(request, request.model)
     messages = [message.as_template_input() for message in request.messages]

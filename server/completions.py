@@ -11,7 +11,7 @@ from pagestream.server.answer import Answer, Piece
 from pagestream.server.body import read_body
 from pagestream.server.generation import check_model, respond
 from pagestream.server.logprobs import completion_logprobs
-from pagestream.server.protocol import UNSUPPORTED_COMPLETION, CompletionRequest
+from pagestream.server.protocol import CompletionRequest
 from pagestream.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -62,6 +62,6 @@ class CompletionAnswer(Answer):
 async def create_completion(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
-    request = await read_body(http, CompletionRequest, settings.max_body_bytes, UNSUPPORTED_COMPLETION)
+    request = await read_body(http, CompletionRequest, settings.max_body_bytes)
     check_model(request, settings)
     return await respond(http, engine, settings, CompletionAnswer(request, engine, request.model), request.prompt, "prompt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, PlainValidator, Strict, WithJsonSchema
 
@@ -21,8 +21,9 @@ Text = Annotated[str, Strict()]
 
 
 class WireModel(BaseModel):
-    """An unknown field is refused, never ignored."""
+    """An unknown field is refused, never ignored.  `unsupported` has known ones, with those values that ask for nothing."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
@@ -42,7 +43,7 @@ def as_prompts(value: Any) -> list[str | list[int]]:
             "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not a mixture"
         )
     for prompt in prompts:
-        if any(type(token_id) is not int or token_id < 0 for token_id in prompt):
+        if set(map(type, prompt)) != {int} or min(prompt) < 0:
             raise refused("token ids in prompt must be whole numbers from 0")
     return prompts
 

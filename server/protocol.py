@@ -1,6 +1,6 @@
 """The wire types of requests: what OpenAI's API and vLLM's extensions name, with their ranges.
 
-null means "left out" for every optional field.  What is known but not served stands in the UNSUPPORTED tables and is refused by
+null means "left out" for every optional field.  What is known but not served stands in the `unsupported` tables and is refused by
 name, except for the values listed there, which ask for nothing.
 """
 
@@ -156,6 +156,7 @@ SHARED_PARAMS = (
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    unsupported = UNSUPPORTED_COMPLETION
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}}
     )
@@ -231,6 +232,7 @@ class Message(WireModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    unsupported = UNSUPPORTED_CHAT
     model_config = ConfigDict(
         json_schema_extra={
             "example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}], "max_tokens": 32}

@@ -9,9 +9,9 @@ import math
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -61,29 +61,40 @@ class DrainingServer(uvicorn.Server):
         self.engine = engine
         self.drain_timeout_s = drain_timeout_s
         self.exit_code = 0
-        self._draining: asyncio.Task[None] | None = None
+        self._is_signalled = False
+        self._draining: asyncio.Task[None] | None = None  # held, since a loop keeps weak references only
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.on_signal, number)
+
+        # Not the loop's own handlers: a step that hangs may hold the loop up, and the second signal must end even that.
+        # Not a bound method either: by its `__self__` sse-starlette would find this server, and cut its streams at the end.
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self._is_signalled:
+                os.write(2, b"pagestream: second signal, ending at once\n")
+                os._exit(128 + number)
+            self._is_signalled = True
+            loop.call_soon_threadsafe(self.begin_drain)
+
+        previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
-    def on_signal(self, number: int) -> None:
-        if self._draining is not None:
-            print("pagestream: second signal, ending at once", file=sys.stderr, flush=True)
-            os._exit(128 + number)
+    def begin_drain(self) -> None:
         self._draining = asyncio.get_running_loop().create_task(self.drain())
 
     async def drain(self) -> None:
         log.info("draining: no new requests, at most %.0f s for those that run", self.drain_timeout_s)
         start_s = time.monotonic()
-        if not await self.engine.drain(self.drain_timeout_s):
+        is_drained = await self.engine.drain(self.drain_timeout_s)
+        if self.engine.is_dead:
+            log.error("the engine has ended while it drained")
+            self.exit_code = 1
+        elif not is_drained:
             log.warning("the drain timeout is over; what still runs is ended")
             await self.engine.stop()
         left_s = self.drain_timeout_s - (time.monotonic() - start_s)
@@ -95,7 +106,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if self.engine.is_dead and self._draining is None and not self.should_exit:
+        if self.engine.is_dead and not self._is_signalled and not self.should_exit:
             log.error("the engine has ended; so does the server")
             self.exit_code = 1
             self.end(0)

@@ -16,7 +16,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     allowed_origins: tuple[str, ...] = ()  # of browsers' cross-origin requests
     sse_keep_alive_interval_s: float = 15.0  # 0: no keep-alive
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int = 8 * MIB
     drain_timeout_s: float = 30.0
 
     @property

@@ -101,6 +101,18 @@ def test_a_second_signal_ends_at_once(spawn):
         del lines  # held until here: dropping it closes the connection
 
 
+def test_a_second_signal_ends_even_what_hangs(spawn):
+    server: Spawned = spawn("--drain-timeout", "0.1", "--stop-hangs")
+    with ExitStack() as stack:
+        lines = begin(server, stack, 50_000)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(0.7)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2) == 128 + signal.SIGTERM
+        del lines
+
+
 def test_a_drain_that_runs_out_tells_its_readers(spawn):
     server: Spawned = spawn("--drain-timeout", "0.5")
     with ExitStack() as stack:
@@ -110,6 +122,16 @@ def test_a_drain_that_runs_out_tells_its_readers(spawn):
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
     assert server.process.wait(5) == 0
+
+
+def test_the_engines_end_is_a_failure_also_while_draining(spawn):
+    server: Spawned = spawn("--die-after", "1.5", "--drain-timeout", "20")
+    with ExitStack() as stack:
+        lines = begin(server, stack, 50_000)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
+    assert server.process.wait(5) == 1
 
 
 def test_the_engines_end_is_a_failure_of_the_process(spawn):
