@@ -132,7 +132,7 @@ class Intake:
             num_tokens=num_prompt_tokens,
             max_tokens=least,
             limit=limits.num_blocks * limits.block_size,
-            what=f"with {n} answers at most {max(largest, 0)} fit this prompt's, since the whole KV cache",
+            limited_by=f"the KV cache has room for max_tokens up to {max(largest, 0)} here ({n} sequences), since all of it",
         )
 
     def _draw_seed(self) -> int:

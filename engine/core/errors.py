@@ -41,10 +41,10 @@ class InvalidRequest(ClientError, ValueError):
 class ContextLengthExceeded(ClientError, ValueError):
     """Prompt and answer together can never fit; waiting would not help."""
 
-    def __init__(self, *, param: str, num_tokens: int, max_tokens: int, limit: int, what: str = "the model's context length"):
+    def __init__(self, *, param: str, num_tokens: int, max_tokens: int, limit: int, limited_by: str = "the model's context length"):
         super().__init__(
             f"{param} has {num_tokens} tokens and max_tokens is {max_tokens}, together {num_tokens + max_tokens}; "
-            f"{what} is {limit} tokens. Shorten the prompt or lower max_tokens.",
+            f"{limited_by} is {limit} tokens. Shorten the prompt or lower max_tokens.",
             param=param,
             code="context_length_exceeded",
         )

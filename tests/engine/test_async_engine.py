@@ -1,0 +1,159 @@
+"""The async door: streams over one loop, readers that leave or dawdle, the queue, the drain, and the end."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from pagestream.engine import (
+    AsyncLLMEngine,
+    EngineArgs,
+    EngineDead,
+    Fault,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    SamplingParams,
+    fold,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def running(tiny_llama, **options):
+    args = EngineArgs(**{"model": str(tiny_llama), "num_kv_blocks": 128, "enable_fault_injection": True, **options})
+    engine = AsyncLLMEngine.from_engine_args(args)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def whole(stream):
+    return fold([output async for output in stream]).outputs[0].token_ids
+
+
+async def until_idle(engine):
+    while engine._engine.has_unfinished_requests() or engine._added or engine._aborted:
+        await asyncio.sleep(0.005)
+    engine._engine.scheduler.blocks.check()
+    assert engine.stats().num_used_blocks == 0
+
+
+async def test_streams_side_by_side_are_what_they_are_alone(tiny_llama):
+    async with running(tiny_llama) as engine:
+        prompts = [f"prompt number {index}" for index in range(8)]
+        alone = [await whole((await engine.add_requests(f"solo{i}", [prompt], GREEDY))[0]) for i, prompt in enumerate(prompts)]
+        streams = await engine.add_requests("all", prompts, GREEDY)
+        assert await asyncio.gather(*(whole(stream) for stream in streams)) == alone
+        await until_idle(engine)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 23])
+async def test_a_reader_that_leaves_after_any_chunk_frees_everything(tiny_llama, after):
+    async with running(tiny_llama) as engine:
+        neighbour = (await engine.add_requests("neighbour", ["the quick"], GREEDY))[0]
+        generating = engine.generate("the lazy dog", LONG, "leaver")
+        count = 0
+        if after:
+            async for _ in generating:
+                count += 1
+                if count == after:
+                    break
+        await generating.aclose()
+        told = await whole(neighbour)
+        await until_idle(engine)
+        assert told == await whole((await engine.add_requests("again", ["the quick"], GREEDY))[0])
+
+
+async def test_a_slow_reader_finds_one_merged_delta_and_slows_nobody(tiny_llama):
+    async with running(tiny_llama) as engine:
+        slow, quick = await engine.add_requests("both", ["the same prompt", "the same prompt"], GREEDY)
+        expected = await whole(quick)
+        await until_idle(engine)
+        outputs = [output async for output in slow]
+        assert len(outputs) == 1
+        assert outputs[0].outputs[0].token_ids == expected
+
+
+async def test_all_prompts_are_admitted_or_none(tiny_llama):
+    async with running(tiny_llama) as engine:
+        with pytest.raises(InvalidRequest) as refused:
+            await engine.add_requests("some", ["good", ""], GREEDY)
+        assert refused.value.param == "prompt"
+        await until_idle(engine)
+
+
+async def test_the_queue_is_bounded_and_says_when_to_come_back(tiny_llama):
+    async with running(tiny_llama, max_num_seqs=2, max_num_queued_reqs=4) as engine:
+        added = await asyncio.gather(
+            *(engine.add_requests(str(index), [f"prompt {index}"], LONG) for index in range(20)), return_exceptions=True
+        )
+        accepted = [streams[0] for streams in added if isinstance(streams, list)]
+        refused = [error for error in added if isinstance(error, Overloaded)]
+        assert len(accepted) == 6
+        assert len(refused) == 14
+        assert all(error.retry_after_s > 0 for error in refused)
+        assert all(len(tokens) == 300 for tokens in await asyncio.gather(*(whole(stream) for stream in accepted)))
+        await until_idle(engine)
+
+
+async def test_a_fault_ends_one_stream_after_what_it_had(tiny_llama):
+    async with running(tiny_llama) as engine:
+        (marked,) = await engine.add_requests("marked", ["the"], GREEDY, fault=Fault("raise", at_token=5))
+        (other,) = await engine.add_requests("other", ["the"], GREEDY)
+        received = []
+        with pytest.raises(RequestFailed, match="injected"):
+            async for output in marked:
+                received += [token_id for answer in output.outputs for token_id in answer.token_ids]
+        assert tuple(received) == (await whole(other))[:5]
+        assert not engine.is_dead
+
+
+async def test_draining_refuses_new_work_and_lets_running_streams_end(tiny_llama):
+    async with running(tiny_llama) as engine:
+        (stream,) = await engine.add_requests("runs", ["the"], LONG)
+        await anext(stream)
+        draining = asyncio.create_task(engine.drain(60))
+        await asyncio.sleep(0)
+        assert not engine.is_ready
+        with pytest.raises(Overloaded) as refused:
+            await engine.add_requests("late", ["the"], GREEDY)
+        assert refused.value.draining
+        rest = fold([output async for output in stream])
+        assert rest.finished
+        assert await draining
+
+
+async def test_the_end_of_the_loop_ends_every_stream(tiny_llama):
+    async with running(tiny_llama) as engine:
+        (stream,) = await engine.add_requests("runs", ["the"], LONG)
+        await anext(stream)
+
+        def broken(plan):
+            raise RuntimeError("the device is lost")
+
+        engine._engine._executor.execute = broken
+        engine._engine.add_request("second", "the lazy", LONG)
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+        assert engine.is_dead
+        with pytest.raises(EngineDead):
+            await engine.add_requests("late", ["the"], GREEDY)
+
+
+async def test_steps_leave_the_event_loop_free(tiny_llama):
+    async with running(tiny_llama) as engine:
+        (stream,) = await engine.add_requests("slow", ["the"], GREEDY, fault=Fault("slow", at_token=2, seconds=0.5))
+        longest = 0.0
+        reading = asyncio.create_task(whole(stream))
+        loop = asyncio.get_running_loop()
+        while not reading.done():
+            before = loop.time()
+            await asyncio.sleep(0.005)
+            longest = max(longest, loop.time() - before)
+        assert longest < 0.3
