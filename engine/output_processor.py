@@ -203,7 +203,7 @@ class OutputProcessor:
                 stop_reason=stop_reason,
             )
         )
-        return Verdict(sampled.token_ids[:kept], finish, sampled.cumulative_logprob)
+        return Verdict(sampled.token_ids[:kept], finish)
 
     def _hold_back(self, answer: Answer, piece: str, request: Request, is_last: bool) -> str:
         """What of the new text can be sent; the answer's stop strings know whether it completed one of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from pagestream.engine.core.block_pool import Block, BlockPool
@@ -10,6 +11,30 @@ from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
 from pagestream.engine.core.prefix_hash import next_hash, root_hash
 from pagestream.engine.core.sequence import Sequence
 from pagestream.engine.core.step_plan import BlockCopy
+
+
+class BlockTable:
+    """The blocks of one sequence, in the order of its tokens."""
+
+    __slots__ = ("_ids", "blocks", "num_published", "num_writable_tokens")
+
+    def __init__(self, blocks: list[Block], num_published: int = 0):
+        self.blocks = blocks
+        self.num_published = num_published  # leading blocks that were made findable, by whichever holder of their content
+        # The sequence may write up to here without asking: its own blocks.  0: not known, ask.
+        self.num_writable_tokens = 0
+        self._ids: tuple[int, ...] | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Made anew only after a change: most steps leave most tables as they are."""
+        if self._ids is None or len(self._ids) != len(self.blocks):
+            self._ids = tuple([block.block_id for block in self.blocks])
+        return self._ids
+
+    def replace(self, position: int, block: Block) -> None:
+        self.blocks[position] = block
+        self._ids = None
 
 
 class BlockManager:
@@ -24,17 +49,22 @@ class BlockManager:
         self.device = BlockPool(num_blocks)
         self.host = BlockPool(num_swap_blocks)
         self.enable_prefix_caching = enable_prefix_caching
-        self._tables: dict[int, list[Block]] = {}
-        self._swapped: dict[int, list[Block]] = {}
-        self._hashes: dict[int, list[bytes]] = {}  # per sequence, of its full and computed blocks, after the root
+        self._tables: dict[int, BlockTable] = {}
+        self._swapped: dict[int, BlockTable] = {}
+        # Per sequence, the hashes of its full blocks as far as somebody asked, computed or not: its tokens never change.
+        self._chains: dict[int, list[bytes]] = {}
 
     # ---- questions --------------------------------------------------------------------------------------------------
 
     def table(self, seq_id: int) -> tuple[int, ...]:
-        return tuple([block.block_id for block in self._tables[seq_id]])
+        return self._tables[seq_id].ids
 
     def has_table(self, seq_id: int) -> bool:
         return seq_id in self._tables
+
+    def covers(self, sequence: Sequence) -> bool:
+        """Whether all its tokens have a slot that it may write.  False may also mean that `append` has yet to find out."""
+        return len(sequence.token_ids) <= self._tables[sequence.seq_id].num_writable_tokens
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -48,15 +78,15 @@ class BlockManager:
         wanted = [(sequence, sequence.num_tokens) for sequence in sequences]
         return self.num_distinct(sequences) + self._num_growth(wanted, self._swapped, self.host)
 
-    def _num_growth(self, wanted: SequenceOf[tuple[Sequence, int]], tables: dict[int, list[Block]], pool: BlockPool) -> int:
+    def _num_growth(self, wanted: SequenceOf[tuple[Sequence, int]], tables: Mapping[int, BlockTable], pool: BlockPool) -> int:
         num_new = 0
         writers: Counter[int] = Counter()
         for sequence, num_tokens in wanted:
-            table = tables.get(sequence.seq_id, ())
-            num_new += max(0, -(-num_tokens // self.block_size) - len(table))
+            blocks = tables[sequence.seq_id].blocks
+            num_new += max(0, -(-num_tokens // self.block_size) - len(blocks))
             tail = sequence.num_computed_tokens // self.block_size
-            if tail < len(table) and table[tail].ref_count > 1:
-                writers[table[tail].block_id] += 1
+            if tail < len(blocks) and blocks[tail].ref_count > 1:
+                writers[blocks[tail].block_id] += 1
         for block_id, num_writers in writers.items():
             # The last holder of a shared block writes in place.
             num_new += num_writers - (pool.blocks[block_id].ref_count == num_writers)
@@ -64,24 +94,23 @@ class BlockManager:
 
     def num_distinct(self, sequences: SequenceOf[Sequence]) -> int:
         """Different blocks that these sequences hold, on the device or swapped out."""
-        return len({
-            block.block_id
-            for sequence in sequences
-            for block in self._tables.get(sequence.seq_id) or self._swapped.get(sequence.seq_id) or ()
-        })
+        tables = [self._tables.get(sequence.seq_id) or self._swapped.get(sequence.seq_id) for sequence in sequences]
+        if len(tables) == 1:
+            return len(tables[0].blocks) if tables[0] else 0
+        return len({block.block_id for table in tables if table for block in table.blocks})
 
     # ---- the prefix cache -------------------------------------------------------------------------------------------
 
-    def cached_prefix(self, token_ids: SequenceOf[int], cache_salt: str) -> list[Block]:
-        """Blocks of the longest known prefix, at most all but one of the tokens: one must be computed to get logits."""
+    def cached_prefix(self, sequence: Sequence, num_tokens: int, cache_salt: str) -> list[Block]:
+        """Blocks of the longest known prefix of so many tokens, at most all but one: one must be computed to get logits."""
         found: list[Block] = []
         if not self.enable_prefix_caching:
             return found
-        parent = root_hash(cache_salt)
-        size = self.block_size
-        for end in range(size, len(token_ids), size):
-            parent = next_hash(parent, token_ids[end - size : end])
-            block = self.device.find(parent)
+        chain = self._chains.setdefault(sequence.seq_id, [])
+        for position in range((num_tokens - 1) // self.block_size):
+            if position == len(chain):
+                self._extend(chain, sequence, cache_salt)
+            block = self.device.find(chain[position])
             if block is None:
                 break
             found.append(block)
@@ -93,19 +122,22 @@ class BlockManager:
 
     def publish(self, sequence: Sequence, cache_salt: str) -> None:
         """Make the sequence's newly full and computed blocks findable; called when a step has succeeded, never before."""
-        if not self.enable_prefix_caching:
-            return
-        hashes = self._hashes[sequence.seq_id]
-        size = self.block_size
-        num_full = sequence.num_computed_tokens // size
-        if len(hashes) >= num_full:
-            return
         table = self._tables[sequence.seq_id]
-        parent = hashes[-1] if hashes else root_hash(cache_salt)
-        for position in range(len(hashes), num_full):
-            parent = next_hash(parent, sequence.token_ids[position * size : (position + 1) * size])
-            hashes.append(parent)
-            self.device.publish(table[position], parent)
+        num_full = sequence.num_computed_tokens // self.block_size
+        if table.num_published >= num_full or not self.enable_prefix_caching:
+            return
+        chain = self._chains.setdefault(sequence.seq_id, [])
+        while len(chain) < num_full:
+            self._extend(chain, sequence, cache_salt)
+        for position in range(table.num_published, num_full):
+            self.device.publish(table.blocks[position], chain[position])
+        table.num_published = num_full
+
+    def _extend(self, chain: list[bytes], sequence: Sequence, cache_salt: str) -> None:
+        """Add the hash of the next full block."""
+        start = len(chain) * self.block_size
+        parent = chain[-1] if chain else root_hash(cache_salt)
+        chain.append(next_hash(parent, sequence.token_ids[start : start + self.block_size]))
 
     # ---- changes ----------------------------------------------------------------------------------------------------
 
@@ -120,8 +152,8 @@ class BlockManager:
             for block in reversed(prefix):
                 self.device.release(block)
             raise
-        self._tables[sequence.seq_id] = [*prefix, *new]
-        self._hashes[sequence.seq_id] = [block.prefix_hash for block in prefix if block.prefix_hash is not None]
+        table = self._tables[sequence.seq_id] = BlockTable([*prefix, *new], len(prefix))
+        table.num_writable_tokens = len(table.blocks) * self.block_size  # what was computed before is not written again
 
     def append(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy]:
         """Make the table cover `num_tokens`, and its blocks from the first uncomputed token on this sequence's own.
@@ -129,36 +161,48 @@ class BlockManager:
         Returns the copies to do before anything is written.  Raises OutOfBlocks, changing nothing.
         """
         table = self._tables[sequence.seq_id]
-        num_new = -(-num_tokens // self.block_size) - len(table)
+        blocks = table.blocks
+        num_new = -(-num_tokens // self.block_size) - len(blocks)
         tail = sequence.num_computed_tokens // self.block_size
-        must_copy = tail < len(table) and table[tail].ref_count > 1
+        must_copy = tail < len(blocks) and blocks[tail].ref_count > 1
         new = take(self.device, max(num_new, 0) + must_copy)
         copies = []
         if must_copy:
-            shared, own = table[tail], new.pop()
+            shared, own = blocks[tail], new.pop()
             copies.append(BlockCopy(shared.block_id, own.block_id))
-            table[tail] = own
+            table.replace(tail, own)
             self.device.release(shared)
-        elif tail < len(table):
-            self.device.withdraw(table[tail])
-        table += new
+        elif tail < len(blocks):
+            self.device.withdraw(blocks[tail])
+        table.num_published = min(table.num_published, tail)
+        blocks += new
+        table.num_writable_tokens = len(blocks) * self.block_size
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let the child share the parent's blocks of the first `num_tokens` tokens, which are computed."""
-        shared = self._tables[parent.seq_id][: self.num_blocks_for(num_tokens)]
+        table = self._tables[parent.seq_id]
+        shared = table.blocks[: self.num_blocks_for(num_tokens)]
         for block in shared:
             self.device.share(block)
-        self._tables[child.seq_id] = list(shared)
-        self._hashes[child.seq_id] = self._hashes[parent.seq_id][: num_tokens // self.block_size]
+        num_full = num_tokens // self.block_size
+        self._tables[child.seq_id] = BlockTable(shared, min(table.num_published, num_full))
+        table.num_writable_tokens = 0
+        if self.enable_prefix_caching:
+            self._chains[child.seq_id] = self._chains.get(parent.seq_id, [])[:num_full]
 
     def free(self, seq_id: int) -> None:
         """Give back whatever the sequence holds, on either side; nothing if it holds nothing."""
-        self._hashes.pop(seq_id, None)
         for pool, tables in ((self.device, self._tables), (self.host, self._swapped)):
+            table = tables.pop(seq_id, None)
             # From the tail: the head of a prompt is what others share, so it should be evicted last.
-            for block in reversed(tables.pop(seq_id, ())):
+            for block in reversed(table.blocks if table else ()):
                 pool.release(block)
+
+    def forget(self, seq_id: int) -> None:
+        """Free a sequence that will never come back."""
+        self.free(seq_id)
+        self._chains.pop(seq_id, None)
 
     def swap_out(self, sequences: SequenceOf[Sequence]) -> list[BlockCopy]:
         """Move the tables to the swap pool; shared blocks stay shared.  Raises OutOfBlocks, changing nothing."""
@@ -171,21 +215,22 @@ class BlockManager:
     def _move(
         self,
         sequences: SequenceOf[Sequence],
-        tables: dict[int, list[Block]],
+        tables: dict[int, BlockTable],
         pool: BlockPool,
-        new_tables: dict[int, list[Block]],
+        new_tables: dict[int, BlockTable],
         new_pool: BlockPool,
     ) -> list[BlockCopy]:
-        block_ids = dict.fromkeys(block.block_id for sequence in sequences for block in tables[sequence.seq_id])
+        block_ids = dict.fromkeys(block.block_id for sequence in sequences for block in tables[sequence.seq_id].blocks)
         moved = dict(zip(block_ids, take(new_pool, len(block_ids)), strict=True))
         for sequence in sequences:
-            new_tables[sequence.seq_id] = [moved[block.block_id] for block in tables[sequence.seq_id]]
-            for target in new_tables[sequence.seq_id]:
+            # Nothing of it is published: whoever comes back is published again, with the step that brought it.
+            table = new_tables[sequence.seq_id] = BlockTable([moved[block.block_id] for block in tables[sequence.seq_id].blocks])
+            for target in table.blocks:
                 new_pool.share(target)
         for target in moved.values():
             new_pool.release(target)  # the reference it was born with
         for sequence in sequences:
-            for block in reversed(tables.pop(sequence.seq_id)):
+            for block in reversed(tables.pop(sequence.seq_id).blocks):
                 pool.release(block)
         return [BlockCopy(source, target.block_id) for source, target in moved.items()]
 
@@ -194,7 +239,7 @@ class BlockManager:
     def check(self) -> None:
         """Raises InvariantBroken unless references, tables, free lists and hashes agree.  For idle moments and tests."""
         for name, pool, tables in (("device", self.device, self._tables), ("host", self.host, self._swapped)):
-            held = Counter(block.block_id for table in tables.values() for block in table)
+            held = Counter(block.block_id for table in tables.values() for block in table.blocks)
             for block in pool.blocks:
                 if block.ref_count != held[block.block_id]:
                     raise InvariantBroken(f"{name} block {block.block_id}: {block.ref_count} references, {held[block.block_id]} holders")

@@ -29,7 +29,7 @@ class PreemptionPolicy:
         self.costs = costs
         self._blocks = blocks
 
-    def victim(self, running: SequenceOf[SequenceGroup], priority_of: dict[int, int]) -> SequenceGroup | None:
+    def victim(self, running: SequenceOf[SequenceGroup]) -> SequenceGroup | None:
         """The cheapest to lose among the lowest priority, never the first in line; None if the first is alone.
 
         `running` is in the order of service.  Those spared go only when everybody else is spared too, and then the
@@ -39,8 +39,8 @@ class PreemptionPolicy:
         candidates = list(running[1:])
         if not candidates:
             return None
-        lowest = max(priority_of[group.arrival_order] for group in candidates)
-        candidates = [group for group in candidates if priority_of[group.arrival_order] == lowest]
+        lowest = max(group.order[0] for group in candidates)
+        candidates = [group for group in candidates if group.order[0] == lowest]
         open_to_choice = [group for group in candidates if group.timeline.num_preemptions < MAX_PREEMPTIONS_BEFORE_SPARED]
         if not open_to_choice:
             return candidates[-1]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 
 from pagestream.engine.core.errors import InvariantBroken
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.request import Request
+from pagestream.engine.core.step_plan import Sample
+from pagestream.engine.core.timeline import Timeline
 
 
 class GroupStatus(Enum):
@@ -32,19 +33,20 @@ class Sequence:
     [0, num_computed) in the cache | [num_computed, num_tokens) still to compute; a step lets the first catch up.
     """
 
-    __slots__ = ("cumulative_logprob", "finish_reason", "fork_source", "index", "num_computed_tokens", "num_prompt_tokens", "seed", "seq_id", "token_ids")
+    __slots__ = ("finish_reason", "index", "num_computed_tokens", "num_prompt_tokens", "own_sample", "seq_id", "token_ids")
 
     def __init__(self, seq_id: int, index: int, token_ids: list[int], num_prompt_tokens: int, seed: int):
         self.seq_id = seq_id
         self.index = index  # which of the request's n answers
         self.token_ids = token_ids
         self.num_prompt_tokens = num_prompt_tokens
-        self.seed = seed
         self.num_computed_tokens = 0
+        self.own_sample = (Sample(seq_id, seed),)  # what most of its rows ask for
         self.finish_reason: FinishReason | None = None
-        self.cumulative_logprob = 0.0
-        # After a recompute, the sequence whose blocks of the common prompt this one takes over as soon as they are computed.
-        self.fork_source: Sequence | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.own_sample[0].seed
 
     @property
     def num_tokens(self) -> int:
@@ -59,42 +61,28 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
 
-@dataclass(slots=True)
-class Timeline:
-    """What happened to a group so far, in tokens, blocks and steps; times are the hall's."""
-
-    first_step: int | None = None
-    last_step: int | None = None
-    prefill_chunks: list[int] = field(default_factory=list)  # tokens of each
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
-    num_recomputed_tokens: int = 0
-    num_preemptions_recompute: int = 0
-    num_preemptions_swap: int = 0
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_steps: int = 0
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.num_preemptions_recompute + self.num_preemptions_swap
-
-
 class SequenceGroup:
-    """One request and its sequences; lives in exactly one queue.  Finished sequences stay until the group is."""
+    """One request and its sequences; lives in exactly one queue.
 
-    __slots__ = ("arrival_order", "num_unborn", "request", "sequences", "status", "timeline")
+    `sequences` are all answers that were born, `unfinished` those of them that go on, in the same order.
+    """
 
-    def __init__(self, request: Request, arrival_order: int, first: Sequence):
+    __slots__ = (
+        "arrival_order", "fork_at", "num_unborn", "order", "request", "sequences", "status", "timeline", "unfinished",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, arrival_order: int, order: tuple[int, int], first: Sequence):
         self.request = request
         self.arrival_order = arrival_order
+        self.order = order  # among all groups of the scheduler, first in line first
         self.sequences = [first]
+        self.unfinished = [first]
         self.num_unborn = request.sampling_params.num_sequences - 1  # forked off when the prompt is computed
+        # After a recompute: as soon as the first unfinished sequence has so many tokens computed, which all of them begin with,
+        # the others take over its blocks.  Until then they hold nothing.  0: nobody waits for that.
+        self.fork_at = 0
         self.status = GroupStatus.WAITING
         self.timeline = Timeline()
-
-    @property
-    def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     @property
     def num_live_sequences(self) -> int:
@@ -105,3 +93,15 @@ class SequenceGroup:
         if status not in ALLOWED[self.status]:
             raise InvariantBroken(f"request {self.request.request_id} can't go from {self.status.value} to {status.value}")
         self.status = status
+
+
+def num_common_tokens(sequences: list[Sequence]) -> int:
+    """How many tokens all of these have in common from the start, the last one of each left out."""
+    first, *others = sequences
+    num_common = min(sequence.num_tokens for sequence in sequences) - 1
+    for other in others:
+        for position in range(first.num_prompt_tokens, num_common):
+            if other.token_ids[position] != first.token_ids[position]:
+                num_common = position
+                break
+    return num_common

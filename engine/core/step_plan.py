@@ -6,6 +6,7 @@ Plain, frozen and picklable; tuples and numbers only, so that a plan can be comp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagestream.engine.core.request import Fault
 from pagestream.engine.core.sampling_params import SamplingParams
@@ -39,9 +40,11 @@ class Sample:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One ragged row of the step: `token_ids` are computed at positions start, start + 1, …"""
+class ScheduledSequence(NamedTuple):
+    """One ragged row of the step: `token_ids` are computed at positions start, start + 1, …
+
+    Unlike its neighbours a named tuple: every row of every step makes one, in a third of a frozen dataclass's time.
+    """
 
     seq_id: int
     token_ids: tuple[int, ...]

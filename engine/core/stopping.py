@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What becomes of one sequence after a step: the tokens it keeps, and whether that was the end."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
-    cumulative_logprob: float = 0.0  # of these tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,25 @@
+"""Why a request took as long as it did: counts by the scheduler, times by the hall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What happened to a group so far, in tokens, blocks and steps.  Written by the scheduler."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    prefill_chunks: list[int] = field(default_factory=list)  # tokens of each
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    num_recomputed_tokens: int = 0
+    num_preemptions_recompute: int = 0
+    num_preemptions_swap: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_steps: int = 0
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_preemptions_recompute + self.num_preemptions_swap
