@@ -128,3 +128,60 @@ def paged_attention(
             weights = scores.softmax(-1)
         out[first:last] = torch.einsum("hqk,hkd->qhd", weights, v)
     return out
+
+
+def philox(seed: int, counters: tuple[int, int, int, int], rounds: int) -> int:
+    """The first word of Philox 4x32.  Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = (c & mask for c in counters)
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(rounds):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & mask, (a >> 32) ^ c3 ^ k1, a & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0
+
+
+def gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
+    """The noise of every token of one row."""
+    words = torch.tensor([philox(seed, (token, position, 0, 0), 7) for token in range(vocab_size)])
+    return -torch.log(-torch.log(((words >> 8).double() + 0.5) / 2**24))
+
+
+def processed_logits(
+    logits: Tensor, *, biases: dict[int, float], counts: Tensor | None, in_prompt: Tensor | None, allowed: Tensor | None,
+    repetition: float, frequency: float, presence: float,
+) -> Tensor:  # fmt: skip
+    """One row [V] after bias, penalties and mask."""
+    x = logits.double()
+    for token, bias in biases.items():
+        x[token] += bias
+    if counts is not None and in_prompt is not None:
+        said = (counts > 0) | in_prompt
+        x = torch.where(said, torch.where(x > 0, x / repetition, x * repetition), x)
+        x = x - frequency * counts - presence * (counts > 0)
+    return x if allowed is None else x.masked_fill(~allowed, -math.inf)
+
+
+def kept_tokens(scores: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Which tokens of one row of scores [V] survive top-k, then top-p of what is left, then min-p; by sorting."""
+    order = scores.sort(descending=True, stable=True).indices
+    keep = torch.zeros(len(scores), dtype=torch.bool)
+    chosen = order[:top_k] if top_k > 0 else order
+    probabilities = scores[chosen].softmax(0)
+    before = probabilities.cumsum(0) - probabilities
+    chosen = chosen[(before < top_p) | (torch.arange(len(chosen)) == 0)]
+    keep[chosen] = True
+    floor = scores.max() + (math.log(min_p) if min_p > 0 else -math.inf)
+    return keep & (scores >= floor)
+
+
+def sampling_scores(
+    x: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> Tensor:
+    """The noisy scores of one row of processed logits; a sampler must choose their maximum."""
+    if temperature < 1e-5:
+        return x
+    scores = x / temperature
+    keep = kept_tokens(scores, top_k=top_k, top_p=top_p, min_p=min_p)
+    return (scores + gumbel(seed, position, len(x))).masked_fill(~keep, -math.inf)

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from tests.kernels.attention_cases import SMALL
 from pagestream.kernels.attention_plan import make_plan, make_workspace
+from tests.kernels.attention_cases import SMALL
 
 
 def expected(lens: list[tuple[int, int]], num_slots: int, window: int, short_block: int, long_block: int):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.attention_cases import SMALL, make_case, oracle, run
 from pagestream.kernels.attention_plan import make_plan, make_workspace
 from pagestream.kernels.kv_format import allocate_pages
 from pagestream.kernels.paged_attention import paged_attention
+from tests.kernels.attention_cases import SMALL, make_case, oracle, run
 
 HEAD_SIZES = [64, 80, 96, 112, 128, 192, 256]
 GROUPS = [(1, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (16, 1), (12, 3)]  # query heads, KV heads
