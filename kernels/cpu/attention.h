@@ -112,15 +112,15 @@ struct Queries {
 
 // What has been seen of some rows' keys so far: running maximum, sum of weights, weighted sum of values.
 struct Softmax {
-    float* maximum;  // [rows]
-    float* total;    // [rows]
+    float* maximum;  // [QUERY_ROWS], minus infinity beyond the rows
+    float* total;    // [QUERY_ROWS]
     float* values;   // [rows][padded D]
 
-    static size_t count(long rows, long width) { return rows * (width + 2); }
-    Softmax(float* memory, long rows) : maximum(memory), total(memory + rows), values(memory + 2 * rows) {}
+    static size_t count(long rows, long width) { return 2 * QUERY_ROWS + rows * width; }
+    explicit Softmax(float* memory) : maximum(memory), total(memory + QUERY_ROWS), values(memory + 2 * QUERY_ROWS) {}
 
     void clear(long rows, long width) const {
-        std::fill(maximum, maximum + rows, MINUS_INFINITY);
+        std::fill(maximum, maximum + QUERY_ROWS, MINUS_INFINITY);
         memset(total, 0, rows * sizeof(float));
         memset(values, 0, rows * width * sizeof(float));
     }
@@ -156,6 +156,7 @@ public:
         : pages_(pages), spec_(spec), tile_(tile), width_(Queries::padded(pages.head_size)),
           table_(batch.block_tables + tile.seq * batch.max_blocks), length_(batch.seq_lens[tile.seq]),
           queries_(queries.row(tile.group, batch.query_start[tile.seq], 0) + tile.first_row * queries.lanes()) {
+        std::fill(high_, high_ + QUERY_ROWS, MINUS_INFINITY);
         const int64_t* positions = batch.positions + batch.query_start[tile.seq];
         for (long r = 0; r < tile.rows; ++r) positions_[r] = positions[(tile.first_row + r) / queries.heads_per_group];
     }
@@ -196,7 +197,7 @@ private:
     // Where a granule's keys and values are; copied and padded where a product would otherwise read what it must not:
     // values after the end of the sequence (zero times NaN is NaN) and lanes after the end of the head.
     void find(long key, int g) {
-        const long at = pages_.granule(table_[key / pages_.block_size], tile_.group, key % pages_.block_size);
+        const long at = granule_at(key);
         keys_[g] = static_cast<const uint32_t*>(pages_.k) + at;
         values_[g] = static_cast<const uint32_t*>(pages_.v) + at;
         const long lanes = pages_.lanes(), per = per_lane(pages_.format), used = std::min(GRANULE, length_ - key);
@@ -216,8 +217,16 @@ private:
         values_[g] = padded_values_[g];
     }
 
+    long granule_at(long key) const { return pages_.granule(table_[key / pages_.block_size], tile_.group, key % pages_.block_size); }
+    void fetch_granule(const uint32_t* p) const {
+        for (long i = 0; i < pages_.granule_lanes(); i += 16) __builtin_prefetch(p + i);
+    }
+
     void attend_keys(long key, long granules, const Softmax& state) {
         for (int g = 0; g < granules; ++g) find(key + g * GRANULE, g);
+        // With few queries the keys and values come straight from memory: ask for what is due next.
+        const bool fetch = tile_.rows <= TILE;
+        for (int g = 0; fetch && g < granules; ++g) fetch_granule(values_[g]);
 #if PS_AMX
         if (pages_.format == BF16) tile_scores(granules);
         else vector_scores<F32Lane>(granules);
@@ -225,7 +234,9 @@ private:
         if (pages_.format == BF16) vector_scores<Bf16Lane>(granules);
         else vector_scores<F32Lane>(granules);
 #endif
-        if (!weigh(key, granules, state)) return;
+        for (long next = key + KEY_TILE; fetch && next <= std::min(last_key(), key + 2 * KEY_TILE - 1); next += GRANULE)
+            fetch_granule(static_cast<const uint32_t*>(pages_.k) + granule_at(next));
+        if (!weigh(key, granules * GRANULE, state)) return;
 #if PS_AMX
         if (pages_.format == BF16) tile_values(granules, state);
         else vector_values<F32Lane>(granules, state);
@@ -236,64 +247,82 @@ private:
     }
 
     // Turns scores into weights and brings the state up to the new maximum.  False if no row sees any of these keys.
-    bool weigh(long key, long granules, const Softmax& state) {
-        alignas(64) float rescale[QUERY_ROWS];
-        const long keys = granules * GRANULE;
+    bool weigh(long key, long keys, const Softmax& state) {
+        if (spec_.softcap != 0.0f) cap_scores(keys);
         bool any = false;
         for (long r = 0; r < tile_.rows; ++r) {
-            float* s = scores_ + r * KEY_TILE;
-            const long last = positions_[r] - key, first = spec_.window ? last - spec_.window + 1 : 0;
-            float high = MINUS_INFINITY;
-            if (last >= 0 && first < keys) high = scale_and_mask(s, keys, first, last);
-            if (high == MINUS_INFINITY) {
-                rescale[r] = 1.0f;
+            const Seen seen = seen_by(r, key, keys);
+            if (seen.first > seen.last) high_[r] = MINUS_INFINITY;
+            else if (keys == KEY_TILE && seen.all(keys)) high_[r] = greatest_of<true>(r, keys, seen);
+            else high_[r] = greatest_of<false>(r, keys, seen);
+            any |= high_[r] != MINUS_INFINITY;
+        }
+        if (!any) return false;
+        for (long r = 0; r < tile_.rows; r += W) {
+            const vf before = load(state.maximum + r), now = at_least(before, load(high_ + r));
+            store(rescale_ + r, before == now ? splat(1.0f) : exp(before - now));
+            store(state.maximum + r, now);
+        }
+        for (long r = 0; r < tile_.rows; ++r) {
+            if (high_[r] == MINUS_INFINITY) {
                 clear_weights(r, keys);
                 continue;
             }
-            any = true;
-            const float before = state.maximum[r], now = high > before ? high : before;
-            rescale[r] = before == now ? 1.0f : before == MINUS_INFINITY ? 0.0f : exp(before - now);
-            state.maximum[r] = now;
-            state.total[r] = state.total[r] * rescale[r] + exponentiate(s, r, keys, now);
-        }
-        if (!any) return false;
-        for (long r = 0; r < tile_.rows; ++r) {
-            if (rescale[r] == 1.0f) continue;
+            const Seen seen = seen_by(r, key, keys);
+            const float now = state.maximum[r];
+            const bool whole = keys == KEY_TILE && seen.all(keys);
+            const float total = whole ? exponentiate<true>(r, keys, seen, now) : exponentiate<false>(r, keys, seen, now);
+            state.total[r] = state.total[r] * rescale_[r] + total;
+            if (rescale_[r] == 1.0f) continue;
             float* values = state.values + r * width_;
-            for (long d = 0; d < width_; d += W) store(values + d, load(values + d) * splat(rescale[r]));
+            for (long d = 0; d < width_; d += W) store(values + d, load(values + d) * splat(rescale_[r]));
         }
         return true;
     }
 
-    // Returns the greatest score of the keys [first, last]; the others become minus infinity.
-    float scale_and_mask(float* s, long keys, long first, long last) const {
-        vf high = splat(MINUS_INFINITY);
-        const bool all = first <= 0 && last >= keys - 1;
-        for (long i = 0; i < keys; i += W) {
-            vf x = load(s + i) * splat(spec_.scale);
-            if (spec_.softcap != 0.0f) x = splat(spec_.softcap) * tanh(x / splat(spec_.softcap));
-            if (!all) {
-                vi at = iota() + (int)i;
-                x = (at >= (int)std::max(first, 0L)) & (at <= (int)std::min(last, keys)) ? x : splat(MINUS_INFINITY);
-            }
-            store(s + i, x);
-            high = at_least(x, high);
+    // The keys of a tile that a row sees, counted from the tile's first.
+    struct Seen {
+        int first, last;
+        bool all(long keys) const { return first == 0 && last == keys - 1; }
+        vi mask(long from) const {
+            const vi at = iota() + (int)from;
+            return (at >= first) & (at <= last);
         }
-        return greatest(high);
+    };
+    Seen seen_by(long r, long key, long keys) const {
+        const long last = positions_[r] - key, first = spec_.window ? last - spec_.window + 1 : 0;
+        return {(int)std::max(first, 0L), (int)std::min(last, keys - 1)};
     }
 
-    // Stores the weights exp(s - high) as lanes, exactly 0 where s is minus infinity, and returns their sum.
-    float exponentiate(const float* s, long row, long keys, float high) {
-        vf total{};
-        for (long i = 0; i < keys; i += W) {
-            vf x = load(s + i);
-            vf w = exp(x - splat(high));
-            w = x == splat(MINUS_INFINITY) ? vf{} : w;
-            if (pages_.format == F32) {
-                store(reinterpret_cast<float*>(weights_ + row * KEY_TILE + i), w);
-            } else {
-                store_bf16(reinterpret_cast<uint16_t*>(weights_ + row * KEY_TILE) + i, w);
+    float score_scale() const { return spec_.softcap != 0.0f ? 1.0f : spec_.scale; }
+    void cap_scores(long keys) {
+        for (long r = 0; r < tile_.rows; ++r)
+            for (long i = 0; i < keys; i += W) {
+                float* s = scores_ + r * KEY_TILE + i;
+                store(s, splat(spec_.softcap) * tanh(load(s) * splat(spec_.scale / spec_.softcap)));
             }
+    }
+
+    // The greatest scaled score; WHOLE: of a full tile that the row sees all of.  The scale is positive and keeps the order.
+    template <bool WHOLE>
+    float greatest_of(long r, long keys, Seen seen) const {
+        vf high = splat(MINUS_INFINITY);
+        for (long i = 0; i < (WHOLE ? KEY_TILE : keys); i += W) {
+            const vf s = load(scores_ + r * KEY_TILE + i);
+            high = at_least(WHOLE ? s : seen.mask(i) ? s : splat(MINUS_INFINITY), high);
+        }
+        return greatest(high) * score_scale();
+    }
+
+    // Stores the weights exp(score - high) as lanes, exactly 0 where the row sees nothing, and returns their sum.
+    template <bool WHOLE>
+    float exponentiate(long r, long keys, Seen seen, float high) {
+        vf total{};
+        for (long i = 0; i < (WHOLE ? KEY_TILE : keys); i += W) {
+            vf w = exp(fma(load(scores_ + r * KEY_TILE + i), splat(score_scale()), splat(-high)));
+            if (!WHOLE) w = seen.mask(i) ? w : vf{};
+            if (pages_.format == F32) store(reinterpret_cast<float*>(weights_ + r * KEY_TILE + i), w);
+            else store_bf16(reinterpret_cast<uint16_t*>(weights_ + r * KEY_TILE) + i, w);
             total += w;
         }
         return sum(total);
@@ -416,6 +445,7 @@ private:
     const uint32_t* keys_[KEY_TILE / GRANULE];
     const uint32_t* values_[KEY_TILE / GRANULE];
     alignas(64) float scores_[QUERY_ROWS * KEY_TILE];
+    float high_[QUERY_ROWS], rescale_[QUERY_ROWS];
     alignas(64) uint32_t weights_[QUERY_ROWS * KEY_TILE];
     alignas(64) uint32_t padded_keys_[KEY_TILE / GRANULE][GRANULE * MAX_HEAD_SIZE];
     alignas(64) uint32_t padded_values_[KEY_TILE / GRANULE][GRANULE * MAX_HEAD_SIZE];
@@ -460,7 +490,7 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
         pool.run(count, [&](long chunk, int thread) {
             const QueryTile& tile = tiles[count - 1 - chunk];  // the later in a prompt, the more keys: long ones first
             TileAttention attention(pages, spec, batch, queries, tile);
-            Softmax state(states + 2 * thread * state_size, tile.rows), later(states + (2 * thread + 1) * state_size, tile.rows);
+            Softmax state(states + 2 * thread * state_size), later(states + (2 * thread + 1) * state_size);
             attention.attend(attention.first_split(), state);
             for (long split = attention.first_split() + 1; split <= attention.last_split(); ++split) {
                 attention.attend(split, later);
@@ -485,7 +515,7 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
     pool.run((long)parts.size(), [&](long i, int) {
         const QueryTile& tile = tiles[parts[i].tile];
         TileAttention attention(pages, spec, batch, queries, tile);
-        Softmax state(states + parts[i].state, tile.rows);
+        Softmax state(states + parts[i].state);
         attention.attend(parts[i].split, state);
         if (attention.first_split() == attention.last_split()) finish(attention, state, tile);
     });
@@ -495,8 +525,8 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
         const long first = scratch.first_part[i], last = scratch.first_part[i + 1];
         if (last - first == 1) return;
         TileAttention attention(pages, spec, batch, queries, tile);
-        Softmax state(states + parts[first].state, tile.rows);
-        for (long part = first + 1; part < last; ++part) state.merge(Softmax(states + parts[part].state, tile.rows), tile.rows, width);
+        Softmax state(states + parts[first].state);
+        for (long part = first + 1; part < last; ++part) state.merge(Softmax(states + parts[part].state), tile.rows, width);
         finish(attention, state, tile);
     });
 }

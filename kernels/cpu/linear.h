@@ -79,6 +79,13 @@ inline void pack_quantised(Pool& pool, const Linear& w, const uint8_t* source, Q
     });
 }
 
+inline void expand_panel(const Linear& w, long panel, uint32_t* lanes) {
+    for (long b = 0; b < w.k_blocks; ++b, lanes += PANEL_LANES) {
+        if (w.format == Q4) Q4Block::expand(w.block(panel, b), lanes);
+        else Q8Block::expand(w.block(panel, b), lanes);
+    }
+}
+
 // One row of the weights as floats, for looking up an embedding in the packed head.
 inline void unpack_row(const Linear& w, long row, float* out) {
     const long panel = w.panel_of(row), column = w.column_of(row), per = per_lane(activation_format(w.format));
@@ -152,15 +159,23 @@ inline TileConfig linear_tiles(long m) {
     return config;
 }
 
-// BlockAt(kb) gives the two weight tiles of a k block.
-template <class BlockAt>
-inline void tile_block(const uint32_t* a, long m, long k_blocks, const BlockAt& block_at, float* out) {
+// Asks for the two tiles that lie 4 KiB ahead: weights that come from memory arrive by the time they are due.
+template <bool AHEAD>
+inline void fetch_ahead(const uint32_t* b) {
+    if constexpr (AHEAD) {
+#pragma GCC unroll 32
+        for (long line = 0; line < 2 * TILE; ++line) __builtin_prefetch(b + 2 * PANEL_LANES + line * TILE);
+    }
+}
+
+template <bool AHEAD>
+inline void tile_block(const uint32_t* a, long m, long k_blocks, const uint32_t* b, float* out) {
     const uint32_t* a_high = a + k_blocks * TILE_LANES;
     tile_zero<0>();
     tile_zero<1>();
     if (m <= TILE) {
-        for (long kb = 0; kb < k_blocks; ++kb) {
-            const uint32_t* b = block_at(kb);
+        for (long kb = 0; kb < k_blocks; ++kb, b += PANEL_LANES) {
+            fetch_ahead<AHEAD>(b);
             tile_load<6>(b, 64);
             tile_load<7>(b + TILE_LANES, 64);
             tile_load<4>(a + kb * TILE_LANES, 64);
@@ -170,8 +185,8 @@ inline void tile_block(const uint32_t* a, long m, long k_blocks, const BlockAt& 
     } else {
         tile_zero<2>();
         tile_zero<3>();
-        for (long kb = 0; kb < k_blocks; ++kb) {
-            const uint32_t* b = block_at(kb);
+        for (long kb = 0; kb < k_blocks; ++kb, b += PANEL_LANES) {
+            fetch_ahead<AHEAD>(b);
             tile_load<6>(b, 64);
             tile_load<4>(a + kb * TILE_LANES, 64);
             tile_load<7>(b + TILE_LANES, 64);
@@ -208,40 +223,44 @@ inline void emit(const Linear& w, long row, long rows, long panel, const float* 
 
 // ---- the whole product -----------------------------------------------------------------------------------------------
 
+// One block of y into out [rows][32].  `first`: these weights have not been seen lately.
+inline void multiply_block(const Linear& w, const uint32_t* panel, const Rows& x, long row, long rows, bool first, float* out) {
+    if (w.format == F32) return vector_block<F32Lane>(x.group(row), rows, w.k_blocks, panel, out);
+#if PS_AMX
+    if (first) tile_block<true>(x.group(row), rows, w.k_blocks, panel, out);
+    else tile_block<false>(x.group(row), rows, w.k_blocks, panel, out);
+#else
+    (void)first;
+    vector_block<Bf16Lane>(x.group(row), rows, w.k_blocks, panel, out);
+#endif
+}
+
 // Calls finish(row, rows, panel, y) for each finished block, y being [rows][32] floats; blocks come in any order.
 template <class Finish>
 void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& finish) {
-    constexpr long CHUNK_ROWS = 256;  // their activations stay in the second-level cache while panels pass by
-    const long row_chunks = ceil_div(m, CHUNK_ROWS);
-    const long panels_per_chunk = std::max<long>({1, w.panels / (8 * pool.size()), ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
-    const long panel_chunks = ceil_div(w.panels, panels_per_chunk);
+    // A chunk is so many panels that they stay in the second-level cache while its rows pass by.
+    constexpr long CHUNK_ROWS = 256, CHUNK_BYTES = 512 << 10;
+    const long row_chunks = ceil_div(m, CHUNK_ROWS), expanded_bytes = w.k_blocks * PANEL_LANES * 4;
+    const long share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
+    const long per_chunk = std::max<long>({1, std::min(share, CHUNK_BYTES / expanded_bytes), ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
+    const long panel_chunks = ceil_div(w.panels, per_chunk);
+    const bool quantised = w.format == Q4 || w.format == Q8;
     pool.run(row_chunks * panel_chunks, [&](long chunk, int) {
         const long first_row = chunk / panel_chunks * CHUNK_ROWS, last_row = std::min(m, first_row + CHUNK_ROWS);
-        const long first = chunk % panel_chunks * panels_per_chunk, last = std::min(w.panels, first + panels_per_chunk);
-        alignas(64) float y[ROW_BLOCK * PANEL];
+        const long at = chunk % panel_chunks, first = w.panels * at / panel_chunks, last = w.panels * (at + 1) / panel_chunks;
         Memory expanded;
-        for (long panel = first; panel < last; ++panel) {
-            const uint32_t* b = reinterpret_cast<const uint32_t*>(w.block(panel, 0));
-            if (w.format == Q4 || w.format == Q8) {
-                uint32_t* lanes = expanded.reserve<uint32_t>(w.k_blocks * PANEL_LANES);
-                for (long kb = 0; kb < w.k_blocks; ++kb) {
-                    if (w.format == Q4) Q4Block::expand(w.block(panel, kb), lanes + kb * PANEL_LANES);
-                    else Q8Block::expand(w.block(panel, kb), lanes + kb * PANEL_LANES);
-                }
-                b = lanes;
-            }
-            for (long row = first_row; row < last_row; row += ROW_BLOCK) {
-                const long rows = std::min(ROW_BLOCK, last_row - row);
-                if (w.format == F32) {
-                    vector_block<F32Lane>(x.group(row), rows, w.k_blocks, b, y);
-                } else {
+        uint32_t* lanes = quantised ? expanded.reserve<uint32_t>((last - first) * w.k_blocks * PANEL_LANES) : nullptr;
+        alignas(64) float y[ROW_BLOCK * PANEL];
+        for (long row = first_row; row < last_row; row += ROW_BLOCK) {
+            const long rows = std::min(ROW_BLOCK, last_row - row);
 #if PS_AMX
-                    if (row == first_row || rows < ROW_BLOCK) linear_tiles(rows).activate();
-                    tile_block(x.group(row), rows, w.k_blocks, [b](long kb) { return b + kb * PANEL_LANES; }, y);
-#else
-                    vector_block<Bf16Lane>(x.group(row), rows, w.k_blocks, b, y);
+            if (w.format != F32 && (row == first_row || rows < ROW_BLOCK)) linear_tiles(rows).activate();
 #endif
-                }
+            for (long panel = first; panel < last; ++panel) {
+                uint32_t* own = lanes + (panel - first) * w.k_blocks * PANEL_LANES;
+                if (quantised && row == first_row) expand_panel(w, panel, own);
+                const uint32_t* b = quantised ? own : reinterpret_cast<const uint32_t*>(w.block(panel, 0));
+                multiply_block(w, b, x, row, rows, row == first_row && !quantised, y);
                 finish(row, rows, panel, y);
             }
         }

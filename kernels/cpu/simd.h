@@ -75,11 +75,15 @@ inline vf at_most(vf x, vf bound) { return x > bound ? bound : x; }
 
 // Reductions over the lanes, in one fixed order: halves onto halves.
 inline float sum(vf v) {
+#if PS_LANES == 16
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float lane[W];
     memcpy(lane, &v, sizeof v);
     for (int half = W / 2; half; half /= 2)
         for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
     return lane[0];
+#endif
 }
 inline float greatest(vf v) {
 #if PS_LANES == 16
@@ -159,12 +163,26 @@ inline vf exp(vf x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + splat(1.0f);
+#if PS_LANES == 16
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     return p * (vf)(((vi)shifted << 23) + 0x3f800000);
+#endif
 }
 inline float exp(float x) { return exp(splat(x))[0]; }
 
-inline vf tanh(vf x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f)); }
-inline vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
+// 1 / x within 2 units in the last place, 0 for what is too large to have a normal reciprocal.
+inline vf reciprocal(vf x) {
+#if PS_LANES == 16
+    vf r = (vf)_mm512_rcp14_ps((__m512)x);
+    return fma(r, fma(-x, r, splat(1.0f)), r);
+#else
+    return splat(1.0f) / x;
+#endif
+}
+
+inline vf tanh(vf x) { return fma(splat(-2.0f), reciprocal(exp(x + x) + splat(1.0f)), splat(1.0f)); }
+inline vf silu(vf x) { return x * reciprocal(splat(1.0f) + exp(-x)); }
 inline vf gelu_tanh(vf x) {
     vf inner = splat(0.7978845608f) * fma(x * x * x, splat(0.044715f), x);
     return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
