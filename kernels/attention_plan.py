@@ -50,18 +50,23 @@ def choose_config(head_size: int, heads_per_kv: int, *, arch: int | str = 90, qu
     exact: give a row the same bits in a long prompt chunk as in a decode step, by sending every sequence to the same kernel.
     """
     rows = max(16, triton.next_power_of_2(heads_per_kv))
-    tile = 64 if head_size > 64 else 128
-    if head_size > 128:
-        tile = 32
+    is_amd, is_old, is_even = isinstance(arch, str), isinstance(arch, int) and arch < 90, head_size in (64, 128, 256)
     if quantised:
-        tile = 128 if head_size <= 128 else 64
-    long_tile, long_rows, long_warps = 64, 128, 8
-    if head_size > 128:
-        long_tile, long_rows = 32, 64
-    if isinstance(arch, str) or arch < 90:
-        long_rows, long_warps = 64, 4
-        if head_size == 112:
-            long_tile = 32
+        tile = 32 if head_size > 128 or is_amd or not is_even else 64
+        long_tile, long_rows, long_warps = (16 if head_size > 128 and not is_amd else 32), (32 if is_amd else 64), (4 if is_amd else 8)
+    else:
+        tile = 128 if head_size <= 64 else 64
+        if head_size > 128 or (is_old and head_size == 80):
+            tile = 32
+        if is_old and head_size == 64:
+            tile = 64
+        long_tile, long_rows, long_warps = 64, 128, 8
+        if is_amd or is_old:
+            long_rows, long_warps = 64, 4
+            long_tile = 32 if is_old and head_size in (112, 128) else 64
+        if head_size > 128:
+            long_tile, long_rows = 32, 64
+            long_warps = 8 if isinstance(arch, int) else 4
     return AttentionConfig(
         short_query=1 << 30 if exact else 16, tile=tile, rows=rows, programs_per_sm=3 if head_size <= 128 and not quantised else 2,
         long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps, long_programs_per_sm=2 if long_warps == 4 else 1,

@@ -185,3 +185,10 @@ def sampling_scores(
     scores = x / temperature
     keep = kept_tokens(scores, top_k=top_k, top_p=top_p, min_p=min_p)
     return (scores + gumbel(seed, position, len(x))).masked_fill(~keep, -math.inf)
+
+
+def quant_matmul(x: Tensor, codes: Tensor, scales: Tensor, minimums: Tensor) -> Tensor:
+    """x [T, K] times the transpose of scale * code + minimum; codes [N, K], scales and minimums [N, K / group]."""
+    group = codes.shape[1] // scales.shape[1]
+    weight = codes.double() * scales.double().repeat_interleave(group, 1) + minimums.double().repeat_interleave(group, 1)
+    return x.double() @ weight.t()
