@@ -79,6 +79,18 @@ async def test_a_slow_reader_finds_one_merged_delta_and_slows_nobody(tiny_llama)
         assert outputs[0].outputs[0].token_ids == expected
 
 
+async def test_a_short_prompt_that_comes_later_is_answered_before_a_long_one(tiny_llama):
+    async with running(tiny_llama, max_num_batched_tokens=16, max_num_seqs=4) as engine:
+        (long,) = await engine.add_requests("long", [[7] * 480], SamplingParams(max_tokens=4))
+        while engine.stats().num_running == 0:
+            await asyncio.sleep(0.001)
+        (short,) = await engine.add_requests("short", ["the"], SamplingParams(max_tokens=4))
+        first = {asyncio.create_task(anext(stream)): name for name, stream in (("long", long), ("short", short))}
+        done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        assert [first[task] for task in done] == ["short"]
+        await asyncio.gather(*first)
+
+
 async def test_all_prompts_are_admitted_or_none(tiny_llama):
     async with running(tiny_llama) as engine:
         with pytest.raises(InvalidRequest) as refused:

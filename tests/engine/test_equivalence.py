@@ -57,16 +57,22 @@ class TestSameBits:
         engine = llm(dtype=dtype, max_num_batched_tokens=32, max_num_seqs=16)
         assert answers(engine, prompts(16), params) == solo[params]
 
-    @pytest.mark.parametrize("mode", ["recompute", "swap"])
-    def test_with_a_pool_so_small_that_requests_give_way(self, dtype, solo, params, mode):
-        engine = llm(dtype=dtype, num_kv_blocks=70, preemption_mode=mode, swap_space=0.5)
-        assert answers(engine, prompts(16), params) == solo[params]
-        counters = engine.llm_engine.scheduler.counters
-        assert (counters.num_preempted_swap if mode == "swap" else counters.num_preempted_recompute) > 0
-
     def test_with_one_thread_and_larger_blocks(self, dtype, solo, params):
         engine = llm(dtype=dtype, cpu_threads=1, block_size=32)
         assert answers(engine, prompts(16), params) == solo[params]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_with_a_pool_so_small_that_requests_give_way(dtype, plain, mode):
+    params = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=90, ignore_eos=True) for index in range(8)]
+    asked = [f"{index} {' '.join(WORDS[: 3 + index])}" for index in range(8)]
+    alone = [answers(plain, [prompt], one)[0] for prompt, one in zip(asked, params, strict=True)]
+    engine = llm(dtype=dtype, num_kv_blocks=24, preemption_mode=mode, swap_space=0.5)
+    assert answers(engine, asked, params) == alone
+    counters = engine.llm_engine.scheduler.counters
+    assert counters.num_preempted_swap + counters.num_preempted_recompute > 0
+    assert mode != "swap" or counters.num_preempted_swap > 0
+    assert mode != "recompute" or counters.num_preempted_recompute > 0
 
 
 def test_forks_are_the_answers_that_separate_requests_give(plain):
@@ -76,4 +82,4 @@ def test_forks_are_the_answers_that_separate_requests_give(plain):
     assert together == [answers(plain, [prompt], params)[0] for prompt in prompts(3)]
     first = SamplingParams(temperature=1, seed=3, max_tokens=16, ignore_eos=True)
     assert [forked[0] for forked in together] == [alone[0] for alone in answers(plain, prompts(3), first)]
-    assert all(len({tokens for tokens, _, _ in forked}) == 4 for forked in together)
+    assert all(len({tokens for tokens, _, _ in forked}) > 1 for forked in together)
