@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pagestream.engine.core.config import EngineConfig
+from pagestream.engine.core.config import EngineConfig, PreemptionMode
 from pagestream.engine.core.errors import (
     ClientError,
     ContextLengthExceeded,
@@ -18,14 +18,18 @@ from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, fold
 from pagestream.engine.core.request import Fault
 from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.core.step_plan import TokenLogprobs
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.metrics import EngineListener, RequestStats, StepStats
+from pagestream.engine.simulation import CostModel, Machine, Report, capacity, simulate
+from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write_trace
 
 if TYPE_CHECKING:
     from pagestream.engine.async_llm_engine import AsyncLLMEngine
     from pagestream.engine.llm import LLM
     from pagestream.engine.llm_engine import LLMEngine
+    from pagestream.engine.measure import measure_machine
     from pagestream.engine.output_stream import OutputStream
 
 # Imported when asked for: they bring torch with them, which takes seconds.
@@ -34,6 +38,7 @@ LAZY = {
     "LLMEngine": "pagestream.engine.llm_engine",
     "AsyncLLMEngine": "pagestream.engine.async_llm_engine",
     "OutputStream": "pagestream.engine.output_stream",
+    "measure_machine": "pagestream.engine.measure",
 }
 
 __all__ = [
@@ -42,6 +47,7 @@ __all__ = [
     "ClientError",
     "CompletionOutput",
     "ContextLengthExceeded",
+    "CostModel",
     "EngineArgs",
     "EngineConfig",
     "EngineDead",
@@ -52,18 +58,29 @@ __all__ = [
     "FinishReason",
     "InvalidRequest",
     "LLMEngine",
+    "Machine",
     "ModelShape",
     "OutputStream",
     "Overloaded",
+    "PoissonLoad",
+    "PreemptionMode",
+    "Report",
     "RequestFailed",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
+    "SchedulerLimits",
     "StartError",
     "StepStats",
     "TokenLogprobs",
+    "TraceRequest",
     "Usage",
+    "capacity",
     "fold",
+    "measure_machine",
+    "read_trace",
+    "simulate",
+    "write_trace",
 ]
 
 

@@ -35,7 +35,7 @@ class LLMEngine:
     ):
         self.intake = intake
         self.scheduler = scheduler
-        self._executor = executor
+        self.executor = executor
         self._outputs = outputs
         self._clock = clock
         self.watch = RequestWatch(listener, clock)
@@ -95,7 +95,7 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         times.scheduled()
         self._note_first_steps(plan)
-        result = execute_isolated(self._executor, plan)
+        result = execute_isolated(self.executor, plan)
         times.executed()
         judgement = self._outputs.judge(plan, result)
         self.scheduler.commit(plan, judgement.verdicts)

@@ -33,6 +33,7 @@ from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
 from pagestream.server.serving import bind, serve_until_ended
 from pagestream.server.settings import ServerSettings
+from pagestream.server.simulate_command import simulate_command
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -156,6 +157,9 @@ def openapi(
         print(text, end="")
     else:
         output.write_text(text, encoding="utf-8")
+
+
+cli.command("simulate")(simulate_command)
 
 
 def start_logging(level: str) -> None:

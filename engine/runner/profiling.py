@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from pagestream.engine.core.preemption import PreemptionCosts
 from pagestream.engine.core.step_plan import BlockCopy, ScheduledSequence, StepPlan
@@ -10,6 +11,9 @@ from pagestream.engine.runner.executor import Executor
 from pagestream.engine.runner.kv_cache import KVCache
 
 MOST_PROFILED_TOKENS = 64
+MOST_CHUNK_TOKENS = 256
+MOST_CONTEXT_TOKENS = 2048
+NUM_TRIES = 3
 MOST_PROFILED_BLOCKS = 16
 
 
@@ -35,3 +39,32 @@ def measure_costs(
         cache.swap_out(copies)
         costs.copy_s_per_block = (time.perf_counter() - started_s) / num_copied
     return costs
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of three kinds of step, each the best of several."""
+
+    one_token_s: float  # of one sequence, at its beginning
+    chunk_s: float  # of a prompt's first num_chunk_tokens
+    num_chunk_tokens: int
+    late_token_s: float  # one token after num_context_tokens others
+    num_context_tokens: int
+
+
+def measure_steps(runner: Executor, max_num_batched_tokens: int, block_size: int, num_blocks: int) -> StepTimes:
+    """Times of an otherwise idle engine, whose pool this writes into."""
+    num_chunk = min(MOST_CHUNK_TOKENS, max_num_batched_tokens, num_blocks * block_size)
+    num_context = min(MOST_CONTEXT_TOKENS, num_blocks * block_size) - 1
+    table = tuple(range(-(-max(num_chunk, num_context + 1) // block_size)))
+
+    def best_s(num_tokens: int, start: int) -> float:
+        plan = StepPlan(0, scheduled=(ScheduledSequence(0, (0,) * num_tokens, start, table),))
+        times = []
+        for _ in range(NUM_TRIES):
+            started_s = time.perf_counter()
+            runner.execute(plan)
+            times.append(time.perf_counter() - started_s)
+        return min(times)
+
+    return StepTimes(best_s(1, 0), best_s(num_chunk, 0), num_chunk, best_s(1, num_context), num_context)

@@ -1,0 +1,42 @@
+"""`pagestream simulate` on the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "pagestream.server", "simulate", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_generates_writes_and_replays_a_trace(tmp_path):
+    path = str(tmp_path / "trace.jsonl")
+    machine = ("--num-kv-blocks", "200", "--max-num-seqs", "8", "--step-s", "0.01", "--json")
+    made = run("--generate", "60", "--load", "0.9", "--seed", "2", "--write-trace", path, *machine)
+    assert made.returncode == 0, made.stderr
+    replayed = json.loads(run("--trace", path, *machine).stdout)
+    assert replayed == json.loads(made.stdout)
+    assert replayed["num_finished"] == 60
+    assert replayed["costs"]["step_s"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((), "--trace"),
+        (("--generate", "5"), "--rate"),
+        (("--generate", "5", "--rate", "0"), "rate"),
+        (("--generate", "5", "--rate", "1", "--preemption-mode", "never"), "--preemption-mode"),
+        (("--trace", "/does/not/exist.jsonl"), "exist.jsonl"),
+        (("--generate", "5", "--rate", "1", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "max_num_batched_tokens"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, word):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert word in done.stderr
