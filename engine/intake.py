@@ -45,7 +45,7 @@ class Intake:
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int | None):
         self.limits = limits
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._base_seed = seed if seed is not None else int.from_bytes(os.urandom(8), "little")
         self._num_drawn = 0
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class Intake:
 
     def _token_ids(self, prompt: str | Sequence[int], options: RequestOptions, param: str) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = self._tokenizer.encode(prompt, options.add_special_tokens)
+            token_ids = self.tokenizer.encode(prompt, options.add_special_tokens)
         else:
             token_ids = list(prompt)
             if any(type(token_id) is not int for token_id in token_ids):
