@@ -33,7 +33,7 @@ public:
     // nothing done, if the batch names a token, a slot or a block that does not exist.
     bool forward(Pool& pool, const int64_t* token_ids, const Batch& batch, const Pages* pages, float* out) {
         const long tokens = batch.num_tokens;
-        if (!batch.fits(pages[0])) return false;
+        if (c_.num_layers && !batch.fits(pages[0])) return false;
         for (long t = 0; t < tokens; ++t)
             if (token_ids[t] < 0 || token_ids[t] >= c_.vocab_size) return false;
         float* x = x_.reserve<float>(tokens * c_.hidden_size);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "amx.h"
@@ -29,6 +30,7 @@ struct Linear {
         : format(format_), n(n_), k(k_), paired(paired_), panels(paired_ ? ceil_div(n_ / 2, TILE) : ceil_div(n_, PANEL)),
           k_blocks(ceil_div(k_, TILE * per_lane(activation_format(format_)))), weights(panels * panel_bytes()) {}
 
+    bool quantised() const { return format == Q4 || format == Q8; }
     size_t block_bytes() const { return format == Q4 ? Q4Block::BYTES : format == Q8 ? Q8Block::BYTES : PANEL_LANES * 4; }
     size_t panel_bytes() const { return k_blocks * block_bytes(); }
     uint8_t* block(long panel, long b) const { return weights.as<uint8_t>() + panel * panel_bytes() + b * block_bytes(); }
@@ -159,23 +161,47 @@ inline TileConfig linear_tiles(long m) {
     return config;
 }
 
-// Asks for the two tiles that lie 4 KiB ahead: weights that come from memory arrive by the time they are due.
-template <bool AHEAD>
-inline void fetch_ahead(const uint32_t* b) {
-    if constexpr (AHEAD) {
-#pragma GCC unroll 32
-        for (long line = 0; line < 2 * TILE; ++line) __builtin_prefetch(b + 2 * PANEL_LANES + line * TILE);
-    }
-}
+// Weights that come from memory are asked for 4 KiB ahead, so that they arrive by the time they are due.
+constexpr long AHEAD_BYTES = 4096;
 
-template <bool AHEAD>
-inline void tile_block(const uint32_t* a, long m, long k_blocks, const uint32_t* b, float* out) {
+// Where the tiles of a k block come from: a dense panel that is in the cache, one that is not, and one that is expanded.
+struct CachedPanel {
+    const uint32_t* lanes;
+    const uint32_t* operator()(long kb) const { return lanes + kb * PANEL_LANES; }
+};
+template <class Bytes>
+inline void fetch_block(const uint8_t* block, Bytes) {
+#pragma GCC unroll 32
+    for (size_t at = 0; at < Bytes::value; at += 64) __builtin_prefetch(block + AHEAD_BYTES + at);
+}
+struct DistantPanel {
+    const uint32_t* lanes;
+    const uint32_t* operator()(long kb) const {
+        const uint32_t* at = lanes + kb * PANEL_LANES;
+        fetch_block(reinterpret_cast<const uint8_t*>(at), std::integral_constant<size_t, PANEL_LANES * 4>());
+        return at;
+    }
+};
+template <class Block>
+struct ExpandedPanel {
+    const uint8_t* blocks;
+    uint32_t* ring;  // of two blocks: one is multiplied while the other is written
+    const uint32_t* operator()(long kb) const {
+        uint32_t* tiles = ring + kb % 2 * PANEL_LANES;
+        fetch_block(blocks + kb * Block::BYTES, std::integral_constant<size_t, Block::BYTES>());
+        Block::expand(blocks + kb * Block::BYTES, tiles);
+        return tiles;
+    }
+};
+
+template <class Panel>
+inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& panel, float* out) {
     const uint32_t* a_high = a + k_blocks * TILE_LANES;
     tile_zero<0>();
     tile_zero<1>();
     if (m <= TILE) {
-        for (long kb = 0; kb < k_blocks; ++kb, b += PANEL_LANES) {
-            fetch_ahead<AHEAD>(b);
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            const uint32_t* b = panel(kb);
             tile_load<6>(b, 64);
             tile_load<7>(b + TILE_LANES, 64);
             tile_load<4>(a + kb * TILE_LANES, 64);
@@ -185,8 +211,8 @@ inline void tile_block(const uint32_t* a, long m, long k_blocks, const uint32_t*
     } else {
         tile_zero<2>();
         tile_zero<3>();
-        for (long kb = 0; kb < k_blocks; ++kb, b += PANEL_LANES) {
-            fetch_ahead<AHEAD>(b);
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            const uint32_t* b = panel(kb);
             tile_load<6>(b, 64);
             tile_load<4>(a + kb * TILE_LANES, 64);
             tile_load<7>(b + TILE_LANES, 64);
@@ -223,17 +249,43 @@ inline void emit(const Linear& w, long row, long rows, long panel, const float* 
 
 // ---- the whole product -----------------------------------------------------------------------------------------------
 
-// One block of y into out [rows][32].  `first`: these weights have not been seen lately.
-inline void multiply_block(const Linear& w, const uint32_t* panel, const Rows& x, long row, long rows, bool first, float* out) {
-    if (w.format == F32) return vector_block<F32Lane>(x.group(row), rows, w.k_blocks, panel, out);
+// Computes blocks of y, [rows][32], from the panels of one chunk.  Quantised panels that serve more than one block of rows
+// are expanded once for all of them; the others piece by piece, on the way into the tile registers.
+class ChunkProduct {
+public:
+    ChunkProduct(const Linear& w, const Rows& x, long first_panel, long panels, bool many_rows, Memory& scratch)
+        : w_(w), x_(x), first_panel_(first_panel), keeps_(w.quantised() && (many_rows || !PS_AMX)) {
+        if (w.quantised()) expanded_ = scratch.reserve<uint32_t>((keeps_ ? panels * w.k_blocks : 2) * PANEL_LANES);
+    }
+
+    // `first`: no other rows of this chunk have been multiplied by this panel before.
+    void operator()(long panel, long row, long rows, bool first, float* y) {
+        const uint32_t* a = x_.group(row);
+        const uint32_t* b = reinterpret_cast<const uint32_t*>(w_.block(panel, 0));
+        if (keeps_) {
+            uint32_t* own = expanded_ + (panel - first_panel_) * w_.k_blocks * PANEL_LANES;
+            if (first) expand_panel(w_, panel, own);
+            b = own;
+        }
+        if (w_.format == F32) return vector_block<F32Lane>(a, rows, w_.k_blocks, b, y);
 #if PS_AMX
-    if (first) tile_block<true>(x.group(row), rows, w.k_blocks, panel, out);
-    else tile_block<false>(x.group(row), rows, w.k_blocks, panel, out);
+        if (first || rows < ROW_BLOCK) linear_tiles(rows).activate();
+        if (keeps_ || !first) tile_block(a, rows, w_.k_blocks, CachedPanel{b}, y);
+        else if (w_.format == Q4) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q4Block>{w_.block(panel, 0), expanded_}, y);
+        else if (w_.format == Q8) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q8Block>{w_.block(panel, 0), expanded_}, y);
+        else tile_block(a, rows, w_.k_blocks, DistantPanel{b}, y);
 #else
-    (void)first;
-    vector_block<Bf16Lane>(x.group(row), rows, w.k_blocks, panel, out);
+        vector_block<Bf16Lane>(a, rows, w_.k_blocks, b, y);
 #endif
-}
+    }
+
+private:
+    const Linear& w_;
+    const Rows& x_;
+    const long first_panel_;
+    const bool keeps_;  // the chunk's panels, expanded
+    uint32_t* expanded_ = nullptr;
+};
 
 // Calls finish(row, rows, panel, y) for each finished block, y being [rows][32] floats; blocks come in any order.
 template <class Finish>
@@ -244,23 +296,15 @@ void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& fi
     const long share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
     const long per_chunk = std::max<long>({1, std::min(share, CHUNK_BYTES / expanded_bytes), ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
     const long panel_chunks = ceil_div(w.panels, per_chunk);
-    const bool quantised = w.format == Q4 || w.format == Q8;
-    pool.run(row_chunks * panel_chunks, [&](long chunk, int) {
+    pool.run(row_chunks * panel_chunks, [&](long chunk, int thread) {
         const long first_row = chunk / panel_chunks * CHUNK_ROWS, last_row = std::min(m, first_row + CHUNK_ROWS);
         const long at = chunk % panel_chunks, first = w.panels * at / panel_chunks, last = w.panels * (at + 1) / panel_chunks;
-        Memory expanded;
-        uint32_t* lanes = quantised ? expanded.reserve<uint32_t>((last - first) * w.k_blocks * PANEL_LANES) : nullptr;
+        ChunkProduct product(w, x, first, last - first, last_row - first_row > ROW_BLOCK, pool.scratch(thread));
         alignas(64) float y[ROW_BLOCK * PANEL];
         for (long row = first_row; row < last_row; row += ROW_BLOCK) {
             const long rows = std::min(ROW_BLOCK, last_row - row);
-#if PS_AMX
-            if (w.format != F32 && (row == first_row || rows < ROW_BLOCK)) linear_tiles(rows).activate();
-#endif
             for (long panel = first; panel < last; ++panel) {
-                uint32_t* own = lanes + (panel - first) * w.k_blocks * PANEL_LANES;
-                if (quantised && row == first_row) expand_panel(w, panel, own);
-                const uint32_t* b = quantised ? own : reinterpret_cast<const uint32_t*>(w.block(panel, 0));
-                multiply_block(w, b, x, row, rows, row == first_row && !quantised, y);
+                product(panel, row, rows, row == first_row, y);
                 finish(row, rows, panel, y);
             }
         }

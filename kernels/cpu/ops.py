@@ -27,6 +27,15 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_SIZE = 256
 GRANULE = 16  # tokens that lie together in a page
 
+
+@dataclass(frozen=True, slots=True)
+class GgufKind:
+    number: int  # GGUF's own
+    block_bytes: int
+
+
+GGUF_KINDS = {"Q4_0": GgufKind(2, 18), "Q4_1": GgufKind(3, 20), "Q8_0": GgufKind(8, 34)}
+
 _long, _float, _pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
 
@@ -102,20 +111,24 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks:
-    """A weight [n, k] as a GGUF file holds it: blocks of 32 along k, row after row."""
+    """A weight [n, k] as a GGUF file holds it: rows of blocks of 32 along k.  Rows can be chosen and stacked as they are."""
 
     kind: str  # Q4_0 | Q4_1 | Q8_0
-    n: int
-    k: int
-    data: Tensor  # uint8, contiguous, n * k / 32 blocks
-
-    KINDS = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34)}  # GGUF's number, bytes of a block
+    data: Tensor  # [n, bytes of a row] uint8
 
     def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
-            raise ValueError(f"no operator for {self.kind} weights; there is one for {', '.join(self.KINDS)}")
-        if self.k % 32 or self.data.dtype != torch.uint8 or self.data.numel() != self.n * self.k // 32 * self.KINDS[self.kind][1]:
-            raise ValueError(f"{self.data.numel()} bytes of {self.data.dtype} are not a {self.kind} weight of {self.n} x {self.k}")
+        if self.kind not in GGUF_KINDS:
+            raise ValueError(f"no operator for {self.kind} weights; there is one for {', '.join(GGUF_KINDS)}")
+        if self.data.dtype != torch.uint8 or self.data.dim() != 2 or self.data.shape[1] % GGUF_KINDS[self.kind].block_bytes:
+            raise ValueError(f"{tuple(self.data.shape)} {self.data.dtype} are not rows of {self.kind} blocks")
+
+    @property
+    def n(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.data.shape[1] // GGUF_KINDS[self.kind].block_bytes * 32
 
 
 class PackedLinear:
@@ -186,7 +199,9 @@ class DecoderOp:
     ) -> None:
         """`embedding` [V, hidden] float32 or bfloat16; None: it is looked up in the head."""
         self.ops, self.sizes, self.head = ops, sizes, head
-        self._kept: list[object] = [layers]
+        if sizes.attention_scale <= 0:
+            raise ValueError(f"the attention scale must be positive, not {sizes.attention_scale}")
+        self._kept: list[object] = [layers]  # what the library points into
         norms = [self._float32(norm) for layer in layers for norm in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)]
         c_layers = (_DecoderLayer * len(layers))(
             *(
@@ -258,6 +273,8 @@ class CpuOps:
         n, k = weight.shape
         if weight.stride(1) != 1:
             weight = weight.contiguous()
+        if n % 2 and paired:
+            raise ValueError(f"{n} outputs do not make pairs")
         bias = _checked_bias(bias, n, paired)
         handle = self.library.ps_linear_create(
             self.pool, FORMATS[weight.dtype], n, k, paired, weight.data_ptr(), weight.stride(0), _address(bias)
@@ -266,9 +283,9 @@ class CpuOps:
 
     def quantised_linear(self, blocks: GgufBlocks, bias: Tensor | None = None, *, paired: bool = False) -> PackedLinear:
         """Pack a GGUF weight.  Its products are those of the dequantised weight in bfloat16, bit for bit."""
-        bias = _checked_bias(bias, blocks.n, paired)
+        bias, data = _checked_bias(bias, blocks.n, paired), blocks.data.contiguous()
         handle = self.library.ps_linear_create_quantised(
-            self.pool, blocks.KINDS[blocks.kind][0], blocks.n, blocks.k, paired, blocks.data.data_ptr(), _address(bias)
+            self.pool, GGUF_KINDS[blocks.kind].number, blocks.n, blocks.k, paired, data.data_ptr(), _address(bias)
         )
         return PackedLinear(self, handle, blocks.n, blocks.k, paired)
 
@@ -293,6 +310,8 @@ class CpuOps:
         Raises:  ValueError if the batch names a slot or block that does not exist; nothing has changed then.
         Source:  Kwon et al. 2023, PagedAttention; Milakov & Gimelshein 2018, online softmax.
         """
+        if scale <= 0:
+            raise ValueError(f"the scale must be positive, not {scale}")
         num_tokens, num_heads, head_size = q.shape
         if k.shape != v.shape or k.shape[0] != num_tokens or k.shape[2] != head_size or num_heads % k.shape[1]:
             raise ValueError(f"queries {tuple(q.shape)} do not go with keys {tuple(k.shape)} and values {tuple(v.shape)}")

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
+
 namespace ps {
 
 inline void relax() {
@@ -27,7 +29,7 @@ class Pool {
 public:
     static constexpr long MAX_CHUNKS = (1 << 20) - 1;
 
-    explicit Pool(int threads) {
+    explicit Pool(int threads) : scratch_(threads > 0 ? threads : 1) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
     }
     ~Pool() {
@@ -44,6 +46,9 @@ public:
 
     // One operator at a time: scratch memory and the chunk counter have a single user.
     std::mutex& in_use() { return in_use_; }
+
+    // A thread's own, for the duration of a chunk.
+    Memory& scratch(int thread) { return scratch_[thread]; }
 
     // Calls f(chunk, thread) once for every chunk in [0, chunks); thread is in [0, size()), 0 for the caller.
     template <class F>
@@ -111,6 +116,7 @@ private:
         }
     }
 
+    std::vector<Memory> scratch_;
     std::vector<std::thread> workers_;
     std::mutex in_use_, mutex_;
     std::condition_variable wake_;

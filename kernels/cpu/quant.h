@@ -27,13 +27,32 @@ inline float from_f16(uint16_t h) {
 }
 
 // The scales of 8 outputs, each twice: a row of a tile holds k and k + 1 of one output beside each other.
-inline void twice8(const uint16_t* halves, float* out) {
+struct Twice8 {
+    vf part[16 / W];
+
+    explicit Twice8(const uint16_t* halves) {
 #if PS_LANES == 16
-    const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
-    _mm512_storeu_ps(out, _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight)));
+        const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+        const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+        part[0] = (vf)_mm512_permutexvar_ps(twice, _mm512_castps256_ps512(eight));
 #else
-    for (int i = 0; i < 8; ++i) out[2 * i] = out[2 * i + 1] = from_f16(halves[i]);
+        float out[16];
+        for (int i = 0; i < 8; ++i) out[2 * i] = out[2 * i + 1] = from_f16(halves[i]);
+        for (int i = 0; i < 16 / W; ++i) part[i] = load(out + i * W);
+#endif
+    }
+};
+
+// 32 bf16: one row of a tile, from its first and second 16.
+inline void store_row(uint16_t* to, const vf (&low)[16 / W], const vf (&high)[16 / W]) {
+#if PS_BF16_DOT
+    const __m512bh row = _mm512_cvtne2ps_pbh((__m512)high[0], (__m512)low[0]);
+    memcpy(to, &row, sizeof row);
+#else
+    for (int i = 0; i < 16 / W; ++i) {
+        store_bf16(to + i * W, low[i]);
+        store_bf16(to + 16 + i * W, high[i]);
+    }
 #endif
 }
 
@@ -44,7 +63,7 @@ struct Q4Block {
     static constexpr size_t BYTES = 4 * PANEL + 16 * PANEL;
 
     static vf nibble(vu word, int i) {  // the lowest four bits of word >> 4 i, as a float
-        vu shifted = word >> (uint32_t)(4 * i);
+        const vu shifted = word >> (uint32_t)(4 * i);
 #if PS_LANES == 16
         const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
         return (vf)_mm512_permutexvar_ps((__m512i)shifted, table);  // looks at four bits of the index only
@@ -55,20 +74,21 @@ struct Q4Block {
 
     static void expand(const uint8_t* block, uint32_t* tiles) {
         const Q4Block& q = *reinterpret_cast<const Q4Block*>(block);
-        for (int half = 0; half < 2; ++half)
-            for (int eight = 0; eight < 2; ++eight) {
-                float scale[16], minimum[16];
-                twice8(q.scale + half * 16 + eight * 8, scale);
-                twice8(q.minimum + half * 16 + eight * 8, minimum);
-                uint16_t* to = reinterpret_cast<uint16_t*>(tiles + half * TILE_LANES) + eight * 16;
-                for (int e = 0; e < 16; e += W) {
-                    vf s = load(scale + e), m = load(minimum + e);
-                    for (int steps = 0; steps < 2; ++steps) {
-                        vu word = load(&q.quants[half][eight][steps][e]);
-                        for (int i = 0; i < 8; ++i) store_bf16(to + (steps * 8 + i) * 32 + e, fma(nibble(word, i), s, m));
+        for (int half = 0; half < 2; ++half) {
+            const Twice8 low_scale(q.scale + half * 16), high_scale(q.scale + half * 16 + 8);
+            const Twice8 low_minimum(q.minimum + half * 16), high_minimum(q.minimum + half * 16 + 8);
+            uint16_t* to = reinterpret_cast<uint16_t*>(tiles + half * TILE_LANES);
+            for (int steps = 0; steps < 2; ++steps)
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; ++i, to += 32) {
+                    vf low[16 / W], high[16 / W];
+                    for (int e = 0; e < 16 / W; ++e) {
+                        low[e] = fma(nibble(load(&q.quants[half][0][steps][e * W]), i), low_scale.part[e], low_minimum.part[e]);
+                        high[e] = fma(nibble(load(&q.quants[half][1][steps][e * W]), i), high_scale.part[e], high_minimum.part[e]);
                     }
+                    store_row(to, low, high);
                 }
-            }
+        }
     }
 };
 static_assert(sizeof(Q4Block) == Q4Block::BYTES);
@@ -79,23 +99,33 @@ struct Q8Block {
     int8_t quants[2][16][32];  // [half][step][output, k parity]
     static constexpr size_t BYTES = 2 * PANEL + 32 * PANEL;
 
+    static vf widened(const int8_t* bytes) {
+#if PS_LANES == 16
+        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
+#elif PS_LANES == 8
+        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))));
+#else
+        vi wide;
+        for (int i = 0; i < W; ++i) wide[i] = bytes[i];
+        return __builtin_convertvector(wide, vf);
+#endif
+    }
+
     static void expand(const uint8_t* block, uint32_t* tiles) {
-        typedef int8_t vb __attribute__((vector_size(W)));
         const Q8Block& q = *reinterpret_cast<const Q8Block*>(block);
-        for (int half = 0; half < 2; ++half)
-            for (int eight = 0; eight < 2; ++eight) {
-                float scale[16];
-                twice8(q.scale + half * 16 + eight * 8, scale);
-                uint16_t* to = reinterpret_cast<uint16_t*>(tiles + half * TILE_LANES) + eight * 16;
-                for (int e = 0; e < 16; e += W) {
-                    vf s = load(scale + e);
-                    for (int step = 0; step < 16; ++step) {
-                        vb bytes;
-                        memcpy(&bytes, &q.quants[half][step][eight * 16 + e], W);
-                        store_bf16(to + step * 32 + e, __builtin_convertvector(bytes, vf) * s);
-                    }
+        for (int half = 0; half < 2; ++half) {
+            const Twice8 low_scale(q.scale + half * 16), high_scale(q.scale + half * 16 + 8);
+            uint16_t* to = reinterpret_cast<uint16_t*>(tiles + half * TILE_LANES);
+#pragma GCC unroll 4
+            for (int step = 0; step < 16; ++step, to += 32) {
+                vf low[16 / W], high[16 / W];
+                for (int e = 0; e < 16 / W; ++e) {
+                    low[e] = widened(&q.quants[half][step][e * W]) * low_scale.part[e];
+                    high[e] = widened(&q.quants[half][step][16 + e * W]) * high_scale.part[e];
                 }
+                store_row(to, low, high);
             }
+        }
     }
 };
 static_assert(sizeof(Q8Block) == Q8Block::BYTES);

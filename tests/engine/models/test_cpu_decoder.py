@@ -15,7 +15,7 @@ from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec
 from pagestream.engine.models.cpu_decoder import CpuDecoder
-from pagestream.kernels.cpu.ops import CpuOps, load_ops
+from pagestream.kernels.cpu.ops import CpuOps, GgufBlocks, load_ops
 
 BLOCK_SIZE = 16
 PLAIN = DecoderSpec(
@@ -191,6 +191,35 @@ def test_logits_are_the_same_bits_in_any_chunk_and_company(ops, name, dtype):
             logits.append(pages.step(parts)[0])
             done = [count + chunk for count in done]
         assert torch.equal(torch.cat(logits), alone), chunk
+
+
+def test_quantised_weights_give_the_bits_of_the_dequantised_ones(ops):
+    spec = dataclasses.replace(PLAIN, intermediate_size=160)
+    dense = make_weights(spec, torch.bfloat16, extras=True, tied=True)
+    blocks = copy.deepcopy(dense)
+    for layer, quantised_layer in zip(dense.layers, blocks.layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            quantised, weight = quantise(getattr(layer, name), "Q4_1")
+            setattr(layer, name, weight)
+            setattr(quantised_layer, name, quantised)
+    quantised_head, dense.embedding = quantise(dense.head, "Q8_0")
+    dense.head = dense.embedding
+    setattr(blocks, "head", quantised_head)  # noqa: B010 -- a weight that is no tensor
+    setattr(blocks, "embedding", quantised_head)  # noqa: B010
+    logits = []
+    for weights in (dense, blocks):
+        pages = Pages(CpuDecoder(spec, weights, shape_of(spec), ops), 1, 71)
+        logits.append(torch.cat([pages.step({0: (0, prompt(spec, 70))})[0], pages.step({0: (70, prompt(spec, 1))})[0]]))
+    assert torch.equal(logits[0], logits[1])
+
+
+def quantise(weight: Tensor, kind: str) -> tuple[GgufBlocks, Tensor]:
+    """The blocks of a weight, and what they hold, in bfloat16."""
+    import gguf
+
+    number = gguf.GGMLQuantizationType[kind]
+    data = gguf.quants.quantize(weight.float().numpy(), number)
+    return GgufBlocks(kind, torch.from_numpy(data)), torch.from_numpy(gguf.quants.dequantize(data, number)).to(torch.bfloat16)
 
 
 def test_number_of_threads_changes_no_bit():
