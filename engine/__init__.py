@@ -20,8 +20,9 @@ from pagestream.engine.core.request import Fault
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.core.step_plan import TokenLogprobs
+from pagestream.engine.core.timeline import RequestTimeline
 from pagestream.engine.engine_args import EngineArgs
-from pagestream.engine.metrics import EngineListener, RequestStats, StepStats
+from pagestream.engine.metrics import EngineListener, RequestInfo, RequestStats, StepStats
 from pagestream.engine.simulation import CostModel, Machine, Report, capacity, simulate
 from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write_trace
 
@@ -66,8 +67,10 @@ __all__ = [
     "PreemptionMode",
     "Report",
     "RequestFailed",
+    "RequestInfo",
     "RequestOutput",
     "RequestStats",
+    "RequestTimeline",
     "SamplingParams",
     "SchedulerLimits",
     "StartError",

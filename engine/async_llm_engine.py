@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from pagestream.engine.admission import AdmissionControl
 from pagestream.engine.core.errors import EngineDead, InvalidRequest
@@ -17,7 +18,7 @@ from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.factory import BuiltEngine, build_engine
 from pagestream.engine.intake import RequestOptions
-from pagestream.engine.metrics import EngineListener, StepStats
+from pagestream.engine.metrics import EngineListener, RequestInfo, StepStats
 from pagestream.engine.output_stream import OutputStream
 from pagestream.engine.text.chat_template import ChatTemplate
 from pagestream.engine.text.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ class AsyncLLMEngine:
     def stats(self) -> StepStats:
         return self._engine.stats()
 
-    def render_chat(self, messages: list[dict], **options: object) -> str:
+    def render_chat(self, messages: list[dict], **options: Any) -> str:
         """The prompt that the model's chat template makes of the messages.  Raises InvalidRequest."""
         return self._chat_template.render(messages, **options)
 
@@ -134,13 +135,14 @@ class AsyncLLMEngine:
         fault: Fault | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        include_timeline: bool = False,
     ) -> list[OutputStream]:
         """Check all prompts and admit them all, or none: one stream each, in their order.
 
         Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
         """
         arrival_time_s = time.monotonic()
-        options = RequestOptions(priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens)
+        options = RequestOptions(priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline)
         self._check_open(len(prompts), params)
         if f"{request_id}-0" in self._streams:
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
@@ -172,6 +174,16 @@ class AsyncLLMEngine:
         """End all requests that were added under this id, or one of them by its own.  Synchronous; takes effect between steps."""
         for known in [known for known in self._streams if known == request_id or known.rpartition("-")[0] == request_id]:
             self._abort_one(known)
+
+    def request_info(self, request_id: str) -> list[RequestInfo]:
+        """Where the requests stand that were added under this id, one per prompt; for some time also after their end.
+
+        Empty for an id that is not known (any more), or whose requests the loop has yet to take in.
+        """
+        found = []
+        while (info := self._engine.request_info(f"{request_id}-{len(found)}")) is not None:
+            found.append(info)
+        return found
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
         executor=runner,
         outputs=OutputProcessor(tokenizer, shape.eos_token_ids, injector),
         listener=listener,
+        block_bytes=bytes_per_block(shape, block_size, model.kv_dtype),
     )
     num_tokens = num_blocks * block_size
     return BuiltEngine(

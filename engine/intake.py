@@ -38,6 +38,7 @@ class RequestOptions:
     fault: Fault | None = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens
+    include_timeline: bool = False  # the last output says what happened to the request
 
 
 class Intake:
@@ -76,6 +77,7 @@ class Intake:
             priority=options.priority,
             cache_salt=options.cache_salt,
             fault=options.fault,
+            include_timeline=options.include_timeline,
         )
 
     def _check_options(self, params: SamplingParams, options: RequestOptions) -> None:

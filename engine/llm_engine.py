@@ -14,7 +14,7 @@ from pagestream.engine.core.step_plan import StepPlan
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.intake import Intake, RequestOptions
 from pagestream.engine.isolation import execute_isolated
-from pagestream.engine.metrics import EngineListener, StepStats
+from pagestream.engine.metrics import EngineListener, RequestInfo, StepStats
 from pagestream.engine.output_processor import OutputProcessor
 from pagestream.engine.runner.executor import Executor
 from pagestream.engine.watch import RequestWatch, StepTimes
@@ -32,13 +32,14 @@ class LLMEngine:
         outputs: OutputProcessor,
         listener: EngineListener | None = None,
         clock: Callable[[], float] = time.monotonic,
+        block_bytes: int = 0,
     ):
         self.intake = intake
         self.scheduler = scheduler
         self.executor = executor
         self._outputs = outputs
         self._clock = clock
-        self.watch = RequestWatch(listener, clock)
+        self.watch = RequestWatch(listener, clock, block_bytes)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, listener: EngineListener | None = None) -> LLMEngine:
@@ -67,13 +68,18 @@ class LLMEngine:
         """Queue a request that the intake has checked."""
         group = self.scheduler.add(request)
         self._outputs.add(request, group.sequences[0].seq_id)
-        self.watch.arrived(request)
+        self.watch.arrived(request, group.timeline)
 
     def abort_request(self, request_id: str | Sequence[str]) -> list[RequestOutput]:
         """End one request or several now; returns their last outputs.  Those that are not here are passed over."""
         request_ids = [request_id] if isinstance(request_id, str) else request_id
         ended = [self._end(each, FinishReason.ABORT) for each in request_ids]
         return [output for output in ended if output is not None]
+
+    def request_info(self, request_id: str) -> RequestInfo | None:
+        """Where a request stands, also for some time after its end; None if it is not known (any more)."""
+        group = self.scheduler.group(request_id)
+        return self.watch.info(request_id, "finished" if group is None else group.status.value)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.num_unfinished > 0
@@ -101,8 +107,7 @@ class LLMEngine:
         self.scheduler.commit(plan, judgement.verdicts)
         outputs = judgement.outputs + self._end_failed(judgement.failed)
         times.judged()
-        self.watch.step_done(plan, outputs, self.stats(times, plan.num_tokens))
-        return outputs
+        return self.watch.step_done(outputs, self.stats(times, plan.num_tokens))
 
     def stats(self, times: StepTimes | None = None, num_tokens: int = 0) -> StepStats:
         """The gauges of this moment; with `times`, also what the last step took."""
@@ -127,5 +132,5 @@ class LLMEngine:
         group = self.scheduler.finish(request_id, reason)
         output = self._outputs.end(request_id, reason, error)
         if output is not None and group is not None:
-            self.watch.ended(output, reason)
+            return self.watch.ended(output, reason)
         return output

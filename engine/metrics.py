@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagestream.engine.core.outputs import FinishReason
+from pagestream.engine.core.outputs import FinishReason, Usage
+from pagestream.engine.core.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,17 @@ class RequestStats:
     first_token_s: float | None
     finished_s: float
     num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """Where one request stands."""
+
+    request_id: str
+    status: str  # waiting | running | swapped | finished
+    finish_reason: FinishReason | None
+    usage: Usage  # so far
+    timeline: RequestTimeline
 
 
 class EngineListener(Protocol):

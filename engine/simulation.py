@@ -130,7 +130,8 @@ class Spread:
             num_passed += count
             while len(found) < len(ranks) and num_passed >= ranks[len(found)]:
                 found.append(largest / MICROSECONDS)
-        return cls(*found, largest / MICROSECONDS)
+        p50, p90, p99 = found
+        return cls(p50, p90, p99, largest / MICROSECONDS)
 
 
 @dataclass(frozen=True, slots=True)

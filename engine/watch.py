@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pagestream.engine.core.outputs import FinishReason, RequestOutput
+from pagestream.engine.core.outputs import FinishReason, RequestOutput, Usage
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.scheduler import Scheduler, SchedulerCounters
-from pagestream.engine.core.step_plan import StepPlan
-from pagestream.engine.metrics import EngineListener, RequestStats, StepStats
+from pagestream.engine.core.timeline import RequestTimeline, Timeline
+from pagestream.engine.metrics import EngineListener, RequestInfo, RequestStats, StepStats
 
 Clock = Callable[[], float]
+
+# Of requests that have ended: enough to look one up after its answer, never more than a few megabytes.
+MAX_KEPT_REQUESTS = 1024
+MAX_KEPT_S = 600.0
 
 
 class StepTimes:
@@ -44,24 +49,33 @@ class Edges:
     """When one request reached what; None for not yet."""
 
     request: Request
+    counts: Timeline  # the scheduler's own, which it goes on writing
+    usage: Usage
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)  # by the answer's index
 
 
-class RequestWatch:
-    """Tells the listener, if there is one.  Keeps nothing of a request that has ended."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    at_s: float
+    info: RequestInfo
 
-    def __init__(self, listener: EngineListener | None, clock: Clock):
+
+class RequestWatch:
+    """Tells the listener, if there is one, and whoever asks.  Of those that have ended, the latest are kept for some time."""
+
+    def __init__(self, listener: EngineListener | None, clock: Clock, block_bytes: int = 0):
         self._listener = listener
         self._clock = clock
+        self._block_bytes = block_bytes
         self._open: dict[str, Edges] = {}
+        self._ended: OrderedDict[str, Ended] = OrderedDict()  # the latest last
         self._told = SchedulerCounters()  # what earlier step_done calls have reported
         self.num_finished = 0
-        self.last_step_s: float | None = None  # when the last step ended
 
-    def arrived(self, request: Request) -> None:
-        self._open[request.request_id] = Edges(request)
+    def arrived(self, request: Request, counts: Timeline) -> None:
+        self._open[request.request_id] = Edges(request, counts, Usage(len(request.prompt_token_ids)))
 
     def first_scheduled(self, request_id: str) -> bool:
         """Note that a request is in a step; returns whether it is its first."""
@@ -75,21 +89,70 @@ class RequestWatch:
         if self._listener is not None:
             self._listener.request_rejected(reason)
 
-    def step_done(self, plan: StepPlan, outputs: Iterable[RequestOutput], stats: StepStats) -> None:
-        now = self.last_step_s = self._clock()
+    def step_done(self, outputs: Iterable[RequestOutput], stats: StepStats) -> list[RequestOutput]:
+        """Count what a step has brought; returns it, the last outputs with the timelines that were asked for."""
+        now = self._clock()
+        told = []
         for output in outputs:
             self._count_tokens(output, now)
             if output.finished and output.request_id in self._open:
                 reason = output.outputs[0].finish_reason if output.outputs else None
-                self.ended(output, reason or FinishReason.STOP)
+                output = self.ended(output, reason or FinishReason.STOP)
+            told.append(output)
         if self._listener is not None:
             self._listener.step_done(stats)
+        return told
 
-    def ended(self, output: RequestOutput, reason: FinishReason) -> None:
+    def info(self, request_id: str, status: str) -> RequestInfo | None:
+        """Of an open request, whose status the caller knows, or of one that has ended lately; None of any other."""
+        edges = self._open.get(request_id)
+        if edges is not None:
+            return RequestInfo(request_id, status, None, edges.usage, self._timeline(edges))
+        ended = self._ended.get(request_id)
+        return ended.info if ended is not None and self._clock() - ended.at_s <= MAX_KEPT_S else None
+
+    def ended(self, output: RequestOutput, reason: FinishReason) -> RequestOutput:
+        """Note a request's end; returns its last output, with its timeline if it asked for that."""
         edges = self._open.pop(output.request_id, None)
         if edges is None:
-            return
+            return output
         self.num_finished += 1
+        timeline = self._timeline(edges)
+        self._keep(RequestInfo(output.request_id, "finished", reason, output.usage, timeline))
+        self._tell_end(edges, output, reason)
+        return replace(output, timeline=timeline) if edges.request.include_timeline else output
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _keep(self, info: RequestInfo) -> None:
+        now = self._clock()
+        self._ended.pop(info.request_id, None)
+        self._ended[info.request_id] = Ended(now, info)
+        while len(self._ended) > MAX_KEPT_REQUESTS or now - next(iter(self._ended.values())).at_s > MAX_KEPT_S:
+            self._ended.popitem(last=False)
+
+    def _timeline(self, edges: Edges) -> RequestTimeline:
+        arrival_s, counts = edges.request.arrival_time_s, edges.counts
+
+        def since(at_s: float | None) -> float | None:
+            return None if at_s is None else at_s - arrival_s
+
+        return RequestTimeline(
+            queued_s=since(edges.scheduled_s),
+            first_token_s=since(edges.first_token_s),
+            last_token_s=since(max(list(edges.last_token_s.values()), default=None)),
+            num_steps=counts.num_steps,
+            prefill_chunks=tuple(counts.prefill_chunks),
+            num_cached_tokens=counts.num_cached_tokens,
+            num_recomputed_tokens=counts.num_recomputed_tokens,
+            num_preemptions_recompute=counts.num_preemptions_recompute,
+            num_preemptions_swap=counts.num_preemptions_swap,
+            num_swapped_out_blocks=counts.num_swapped_out_blocks,
+            num_swapped_in_blocks=counts.num_swapped_in_blocks,
+            num_swapped_bytes=(counts.num_swapped_out_blocks + counts.num_swapped_in_blocks) * self._block_bytes,
+        )
+
+    def _tell_end(self, edges: Edges, output: RequestOutput, reason: FinishReason) -> None:
         if self._listener is None:
             return
         request, usage = edges.request, output.usage
@@ -106,6 +169,7 @@ class RequestWatch:
                 scheduled_s=edges.scheduled_s,
                 first_token_s=edges.first_token_s,
                 finished_s=self._clock(),
+                num_preemptions=edges.counts.num_preemptions,
             )
         )
 
@@ -140,15 +204,15 @@ class RequestWatch:
         edges = self._open.get(output.request_id)
         if edges is None:
             return
+        edges.usage = output.usage
         if edges.first_token_s is None and (output.outputs or output.finished):
             edges.first_token_s = now
             if self._listener is not None:
                 self._listener.prompt_computed(output.usage.num_prompt_tokens, output.usage.num_cached_tokens)
                 self._listener.first_token(now - edges.request.arrival_time_s)
-        if self._listener is None:
-            return
         for answer in output.outputs:
             if answer.token_ids:
                 last = edges.last_token_s.get(answer.index)
-                self._listener.tokens_emitted(len(answer.token_ids), None if last is None else now - last)
+                if self._listener is not None:
+                    self._listener.tokens_emitted(len(answer.token_ids), None if last is None else now - last)
                 edges.last_token_s[answer.index] = now

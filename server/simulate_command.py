@@ -139,7 +139,7 @@ def find_load(
     limit = capacity(machine, replace(kind, num_requests=min(generate, CAPACITY_SAMPLE)).requests())
     if load is not None and not limit:
         raise StartError("none of these requests fits the pool, so --load means nothing; give --num-kv-blocks a larger number")
-    requests = replace(kind, num_requests=generate, rate=limit * load if load is not None else rate).requests()
+    requests = replace(kind, num_requests=generate, rate=rate if rate is not None else limit * (load or 0.0)).requests()
     if write is not None:
         write_trace(write, requests)
     return requests, limit

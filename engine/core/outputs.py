@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TypeVar
 
 from pagestream.engine.core.step_plan import TokenLogprobs
+from pagestream.engine.core.timeline import RequestTimeline
 
 T = TypeVar("T")
 
@@ -58,6 +59,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # new ones; the prompt's first token has None
     prompt_token_texts: tuple[str, ...] | None = None  # parallel to prompt_logprobs
     error: str | None = None
+    timeline: RequestTimeline | None = None  # on the last, where asked for
 
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -29,3 +29,4 @@ class Request:
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # only requests with the same salt share cached blocks
     fault: Fault | None = None
+    include_timeline: bool = False  # on the last output

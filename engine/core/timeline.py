@@ -5,6 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """A request's way so far, for whoever asks why it took so long.  Times are seconds since its arrival; None: not yet."""
+
+    queued_s: float | None  # until its first step
+    first_token_s: float | None
+    last_token_s: float | None
+    num_steps: int
+    prefill_chunks: tuple[int, ...]  # tokens of each, those computed again included
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    num_recomputed_tokens: int  # computed before, lost to a preemption
+    num_preemptions_recompute: int
+    num_preemptions_swap: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_swapped_bytes: int  # both ways
+
+
 @dataclass(slots=True)
 class Timeline:
     """What happened to a group so far, in tokens, blocks and steps.  Written by the scheduler."""

@@ -148,7 +148,7 @@ async def test_the_end_of_the_loop_ends_every_stream(tiny_llama):
         def broken(plan):
             raise RuntimeError("the device is lost")
 
-        engine._engine._executor.execute = broken
+        engine._engine.executor.execute = broken
         engine._engine.add_request("second", "the lazy", LONG)
         with pytest.raises(EngineDead):
             async for _ in stream:
@@ -169,3 +169,16 @@ async def test_steps_leave_the_event_loop_free(tiny_llama):
             await asyncio.sleep(0.005)
             longest = max(longest, loop.time() - before)
         assert longest < 0.3
+
+
+async def test_a_request_can_be_looked_up_by_its_id_until_some_time_after_its_end(tiny_llama):
+    async with running(tiny_llama) as engine:
+        streams = await engine.add_requests("pair", ["the", "a"], GREEDY, include_timeline=True)
+        first = await anext(streams[0])
+        assert first.timeline is None
+        assert [info.status for info in engine.request_info("pair")] == ["running", "running"]
+        last = [fold([output async for output in stream]) for stream in streams]
+        infos = engine.request_info("pair")
+        assert [info.timeline for info in infos] == [output.timeline for output in last]
+        assert all(info.timeline.num_steps >= 24 for info in infos)
+        assert engine.request_info("nobody") == []
