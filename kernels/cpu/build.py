@@ -36,8 +36,8 @@ def build(march: str = "native", defines: tuple[str, ...] = ()) -> Path:
     Raises BuildFailed.
     """
     compiler = find_compiler()
-    # aarch64 compilers name the processor with -mcpu.
-    target = f"-mcpu={march}" if platform.machine() == "aarch64" else f"-march={march}"
+    # ARM's compilers name the processor with -mcpu.
+    target = f"-mcpu={march}" if platform.machine() in ("aarch64", "arm64") else f"-march={march}"
     flags = (*FLAGS, target, *(f"-D{name}" for name in defines))
     library = cache_dir() / f"cpu-ops-{cache_key(compiler, flags)}.so"
     if library.exists():

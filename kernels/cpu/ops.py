@@ -12,13 +12,14 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pagestream.kernels.cpu.build import BuildFailed, load
+from pagestream.kernels.cpu.library import CAttentionCall, CBatch, CDecoderConfig, CDecoderLayer, CPages, CSpec, declare
 
 logger = logging.getLogger(__name__)
 
@@ -36,53 +37,6 @@ class GgufKind:
 
 GGUF_KINDS = {"Q4_0": GgufKind(2, 18), "Q4_1": GgufKind(3, 20), "Q8_0": GgufKind(8, 34)}
 
-_long, _float, _pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = [("k", _pointer), ("v", _pointer)] + [
-        (name, _long) for name in ("num_blocks", "num_heads", "block_size", "head_size", "format")
-    ]
-
-
-class _Spec(ctypes.Structure):
-    _fields_ = [("scale", _float), ("window", _long), ("softcap", _float), ("sinks", _pointer)]
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = [(name, _long) for name in ("num_tokens", "num_seqs", "max_blocks")] + [
-        (name, _pointer) for name in ("positions", "slots", "query_start", "seq_lens", "block_tables")
-    ]
-
-
-class _AttentionCall(ctypes.Structure):
-    _fields_ = [(name, _pointer) for name in ("q", "k", "v", "out")] + [
-        ("num_heads", _long),
-        ("pages", _Pages),
-        ("spec", _Spec),
-        ("batch", _Batch),
-    ]
-
-
-class _DecoderConfig(ctypes.Structure):
-    _fields_ = (
-        [
-            (name, _long)
-            for name in (
-                *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_size", "vocab_size"),
-                *("rotary_dim", "activation", "embedding_format"),
-            )
-        ]
-        + [(name, _float) for name in ("rms_norm_eps", "attention_scale", "attention_factor")]
-        + [(name, _pointer) for name in ("inv_freq", "final_norm", "embedding", "head")]
-    )
-
-
-class _DecoderLayer(ctypes.Structure):
-    _fields_ = [
-        (name, _pointer) for name in ("qkv", "o", "gate_up", "down", "input_norm", "post_norm", "q_norm", "k_norm")
-    ] + [("window", _long)]
-
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
@@ -94,7 +48,7 @@ class PagedBatch:
     seq_lens: Tensor  # [S] int32
     block_tables: Tensor  # [S, max_blocks] int32
 
-    def pointers(self) -> tuple[_Batch, list[Tensor]]:
+    def pointers(self) -> tuple[CBatch, list[Tensor]]:
         """The C form, and the tensors that must outlive it."""
         kept = [
             _plain(self.positions, torch.int64),
@@ -106,7 +60,7 @@ class PagedBatch:
         num_tokens, num_seqs = self.positions.numel(), self.seq_lens.numel()
         if self.slot_mapping.numel() != num_tokens or self.query_start.numel() != num_seqs + 1 or len(self.block_tables) != num_seqs:
             raise ValueError("the tensors of the batch disagree about the number of tokens or sequences")
-        return _Batch(num_tokens, num_seqs, self.block_tables.shape[1], *(t.data_ptr() for t in kept)), kept
+        return CBatch(num_tokens, num_seqs, self.block_tables.shape[1], *(t.data_ptr() for t in kept)), kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +94,7 @@ class PackedLinear:
     def __init__(self, ops: CpuOps, handle: int, n: int, k: int, paired: bool) -> None:
         self.ops, self.handle, self.n, self.k, self.paired = ops, handle, n, k, paired
         self.num_bytes: int = ops.library.ps_linear_bytes(handle)
-        weakref.finalize(self, ops.library.ps_linear_free, handle)
+        _free_with(self, ops.library.ps_linear_free, handle)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes:  x [rows, k] float32; returns [rows, n] float32.
@@ -203,9 +157,9 @@ class DecoderOp:
             raise ValueError(f"the attention scale must be positive, not {sizes.attention_scale}")
         self._kept: list[object] = [layers]  # what the library points into
         norms = [self._float32(norm) for layer in layers for norm in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)]
-        c_layers = (_DecoderLayer * len(layers))(
+        c_layers = (CDecoderLayer * len(layers))(
             *(
-                _DecoderLayer(
+                CDecoderLayer(
                     *(w.handle for w in (layer.qkv, layer.o, layer.gate_up, layer.down)), *norms[4 * i : 4 * i + 4], layer.window or 0
                 )
                 for i, layer in enumerate(layers)
@@ -214,7 +168,7 @@ class DecoderOp:
         if embedding is not None:
             embedding = embedding.contiguous()
             self._kept.append(embedding)
-        config = _DecoderConfig(
+        config = CDecoderConfig(
             *(sizes.hidden_size, sizes.intermediate_size, len(layers), sizes.num_heads, sizes.num_kv_heads, sizes.head_size),
             *(sizes.vocab_size, sizes.rotary_dim, ACTIVATIONS[sizes.activation]),
             FORMATS[embedding.dtype] if embedding is not None else 0,
@@ -225,7 +179,7 @@ class DecoderOp:
         )
         self.handle: int = ops.library.ps_decoder_create(ctypes.byref(config), c_layers)
         self.num_layers = len(layers)
-        weakref.finalize(self, ops.library.ps_decoder_free, self.handle)
+        _free_with(self, ops.library.ps_decoder_free, self.handle)
 
     def __call__(self, token_ids: Tensor, k_pages: Sequence[Tensor], v_pages: Sequence[Tensor], batch: PagedBatch) -> Tensor:
         """Compute the batch's tokens and write their K and V.
@@ -236,7 +190,7 @@ class DecoderOp:
         token_ids = _plain(token_ids, torch.int64)
         if len(k_pages) != self.num_layers or len(v_pages) != self.num_layers or token_ids.numel() != batch.positions.numel():
             raise ValueError("pages of every layer and a position for every token are needed")
-        pages = (_Pages * self.num_layers)(*(_pages(k, v, self.sizes.num_kv_heads) for k, v in zip(k_pages, v_pages, strict=True)))
+        pages = (CPages * self.num_layers)(*(_pages(k, v, self.sizes.num_kv_heads) for k, v in zip(k_pages, v_pages, strict=True)))
         c_batch, kept = batch.pointers()
         out = torch.empty(token_ids.numel(), self.sizes.hidden_size)
         failed = self.ops.library.ps_decoder_forward(
@@ -260,11 +214,11 @@ class CpuOps:
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
-        _declare(library)
+        declare(library)
         self.pool: int = library.ps_pool_create(threads)
         self.threads = threads
         self.instructions: str = library.ps_describe().decode()
-        weakref.finalize(self, library.ps_pool_free, self.pool)
+        _free_with(self, library.ps_pool_free, self.pool)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, *, paired: bool = False) -> PackedLinear:
         """Pack a weight [n, k], float32 or bfloat16, which is not needed afterwards."""
@@ -323,11 +277,11 @@ class CpuOps:
             sinks = _plain(sinks, torch.float32)
         c_batch, kept = batch.pointers()
         out = torch.empty(num_tokens, num_heads, head_size)
-        call = _AttentionCall(
+        call = CAttentionCall(
             *(t.data_ptr() for t in (q, k, v, out)),
             num_heads,
             pages,
-            _Spec(scale, window or 0, softcap or 0.0, _address(sinks)),
+            CSpec(scale, window or 0, softcap or 0.0, _address(sinks)),
             c_batch,
         )
         if self.library.ps_attention_run(self.pool, ctypes.byref(call)):
@@ -358,13 +312,18 @@ def supports_pages(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
     return dtype in FORMATS and head_size % 2 == 0 and head_size <= MAX_HEAD_SIZE and block_size % GRANULE == 0
 
 
-def _pages(k: Tensor, v: Tensor, num_kv_heads: int) -> _Pages:
+def _pages(k: Tensor, v: Tensor, num_kv_heads: int) -> CPages:
     num_blocks, num_heads, block_size, head_size = k.shape
     if k.shape != v.shape or k.dtype != v.dtype or not k.is_contiguous() or not v.is_contiguous() or num_heads != num_kv_heads:
         raise ValueError(f"pages are contiguous pairs [B, G, K, D], not {tuple(k.shape)} and {tuple(v.shape)}")
     if not supports_pages(k.dtype, head_size, block_size):
         raise ValueError(f"no attention over {k.dtype} pages of {block_size} tokens with heads of {head_size}")
-    return _Pages(k.data_ptr(), v.data_ptr(), num_blocks, num_heads, block_size, head_size, FORMATS[k.dtype])
+    return CPages(k.data_ptr(), v.data_ptr(), num_blocks, num_heads, block_size, head_size, FORMATS[k.dtype])
+
+
+def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
+    """Not at the interpreter's exit: a thread may still be in a call, and the system takes everything back anyway."""
+    weakref.finalize(owner, free, handle).atexit = False
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -381,23 +340,3 @@ def _checked_bias(bias: Tensor | None, n: int, paired: bool) -> Tensor | None:
     if bias.shape != (n,) or paired:
         raise ValueError(f"a bias of {tuple(bias.shape)} does not go with {n} outputs{' in pairs' if paired else ''}")
     return _plain(bias, torch.float32)
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    signatures = {
-        "ps_describe": (ctypes.c_char_p, []),
-        "ps_pool_create": (_pointer, [ctypes.c_int]),
-        "ps_pool_free": (None, [_pointer]),
-        "ps_linear_create": (_pointer, [_pointer, ctypes.c_int, _long, _long, ctypes.c_int, _pointer, _long, _pointer]),
-        "ps_linear_create_quantised": (_pointer, [_pointer, ctypes.c_int, _long, _long, ctypes.c_int, _pointer, _pointer]),
-        "ps_linear_free": (None, [_pointer]),
-        "ps_linear_bytes": (_long, [_pointer]),
-        "ps_linear_run": (None, [_pointer, _pointer, _pointer, _long, _pointer]),
-        "ps_attention_run": (ctypes.c_int, [_pointer, _pointer]),
-        "ps_decoder_create": (_pointer, [_pointer, _pointer]),
-        "ps_decoder_free": (None, [_pointer]),
-        "ps_decoder_forward": (ctypes.c_int, [_pointer, _pointer, _pointer, _pointer, _pointer, _pointer]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments

@@ -1,0 +1,226 @@
+// Matrix products y = x W^T, and what may be done with a block of y before it leaves the cache.
+//
+// Every output is one accumulator that runs over k from the first to the last, whatever the number of rows: on a machine
+// with tile registers always there, elsewhere always in vectors.  So a row's result does not know its company.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "amx.h"
+#include "linear.h"
+
+namespace ps {
+
+constexpr long ROW_BLOCK = 2 * TILE;  // rows that one pass over a panel serves
+
+// ---- one panel times up to 32 rows -----------------------------------------------------------------------------------
+
+// Adds `lanes` steps of k to R rows by V vectors.  a: rows `a_stride` lanes apart; b: steps `b_stride` lanes apart, the V
+// vectors `v_stride` lanes apart.
+template <class Lane, int R, int V>
+inline void multiply(vf (&c)[R][V], const uint32_t* a, long a_stride, const uint32_t* b, long b_stride, long v_stride, long lanes) {
+    for (long i = 0; i < lanes; ++i) {
+        vu column[V];
+        for (int v = 0; v < V; ++v) column[v] = load(b + i * b_stride + v * v_stride);
+        for (int r = 0; r < R; ++r) {
+            vu row = splat(a[r * a_stride + i]);
+            for (int v = 0; v < V; ++v) c[r][v] = Lane::dot(c[r][v], row, column[v]);
+        }
+    }
+}
+
+constexpr int VECTOR_ROWS = W == 16 ? 8 : 4;
+
+template <class Lane, int R>
+void vector_rows(const uint32_t* a, const uint32_t* panel, long k_blocks, float* out) {
+    constexpr long V_STRIDE = W == 16 ? TILE_LANES : W;  // 16 lanes: the second vector is the panel's other half
+    for (long column = 0; column < PANEL; column += 2 * W) {
+        const uint32_t* b = W == 16 ? panel : panel + column / TILE * TILE_LANES + column % TILE;
+        vf c[R][2] = {};
+        for (long kb = 0; kb < k_blocks; ++kb)
+            multiply<Lane, R, 2>(c, a + kb * TILE_LANES, TILE, b + kb * PANEL_LANES, TILE, V_STRIDE, TILE);
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < 2; ++v) store(out + r * PANEL + column + v * W, c[r][v]);
+    }
+}
+
+template <class Lane, int R>
+void vector_rows_up_to(int rows, const uint32_t* a, const uint32_t* panel, long k_blocks, float* out) {
+    if (rows == R) return vector_rows<Lane, R>(a, panel, k_blocks, out);
+    if constexpr (R > 1) vector_rows_up_to<Lane, R - 1>(rows, a, panel, k_blocks, out);
+}
+
+template <class Lane>
+void vector_block(const uint32_t* a, long m, long k_blocks, const uint32_t* panel, float* out) {
+    for (long r = 0; r < m; r += VECTOR_ROWS) {
+        const uint32_t* group = a + r / TILE * k_blocks * TILE_LANES + r % TILE * TILE;
+        vector_rows_up_to<Lane, VECTOR_ROWS>((int)std::min<long>(VECTOR_ROWS, m - r), group, panel, k_blocks, out + r * PANEL);
+    }
+}
+
+#if PS_AMX
+// Tiles 0 to 3 accumulate (rows x columns), 4 and 5 hold rows, 6 and 7 columns.
+inline TileConfig linear_tiles(long m) {
+    TileConfig config;
+    int low = (int)std::min(m, TILE), high = m > TILE ? (int)(m - TILE) : low;
+    for (int tile : {0, 1, 4}) config.set(tile, low, 64);
+    for (int tile : {2, 3, 5}) config.set(tile, high, 64);
+    for (int tile : {6, 7}) config.set(tile, TILE, 64);
+    return config;
+}
+
+// Weights that come from memory are asked for 4 KiB ahead, so that they arrive by the time they are due.
+constexpr long AHEAD_BYTES = 4096;
+
+// Where the tiles of a k block come from: a dense panel that is in the cache, one that is not, and one that is expanded.
+struct CachedPanel {
+    const uint32_t* lanes;
+    const uint32_t* operator()(long kb) const { return lanes + kb * PANEL_LANES; }
+};
+template <class Bytes>
+inline void fetch_block(const uint8_t* block, Bytes) {
+#pragma GCC unroll 32
+    for (size_t at = 0; at < Bytes::value; at += 64) __builtin_prefetch(block + AHEAD_BYTES + at);
+}
+struct DistantPanel {
+    const uint32_t* lanes;
+    const uint32_t* operator()(long kb) const {
+        const uint32_t* at = lanes + kb * PANEL_LANES;
+        fetch_block(reinterpret_cast<const uint8_t*>(at), std::integral_constant<size_t, PANEL_LANES * 4>());
+        return at;
+    }
+};
+template <class Block>
+struct ExpandedPanel {
+    const uint8_t* blocks;
+    uint32_t* ring;  // of two blocks: one is multiplied while the other is written
+    const uint32_t* operator()(long kb) const {
+        uint32_t* tiles = ring + kb % 2 * PANEL_LANES;
+        fetch_block(blocks + kb * Block::BYTES, std::integral_constant<size_t, Block::BYTES>());
+        Block::expand(blocks + kb * Block::BYTES, tiles);
+        return tiles;
+    }
+};
+
+template <class Panel>
+inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& panel, float* out) {
+    const uint32_t* a_high = a + k_blocks * TILE_LANES;
+    tile_zero<0>();
+    tile_zero<1>();
+    if (m <= TILE) {
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            const uint32_t* b = panel(kb);
+            tile_load<6>(b, 64);
+            tile_load<7>(b + TILE_LANES, 64);
+            tile_load<4>(a + kb * TILE_LANES, 64);
+            tile_dot<0, 4, 6>();
+            tile_dot<1, 4, 7>();
+        }
+    } else {
+        tile_zero<2>();
+        tile_zero<3>();
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            const uint32_t* b = panel(kb);
+            tile_load<6>(b, 64);
+            tile_load<4>(a + kb * TILE_LANES, 64);
+            tile_load<7>(b + TILE_LANES, 64);
+            tile_load<5>(a_high + kb * TILE_LANES, 64);
+            tile_dot<0, 4, 6>();
+            tile_dot<1, 4, 7>();
+            tile_dot<2, 5, 6>();
+            tile_dot<3, 5, 7>();
+        }
+        tile_store<2>(out + TILE * PANEL, PANEL * 4);
+        tile_store<3>(out + TILE * PANEL + TILE, PANEL * 4);
+    }
+    tile_store<0>(out, PANEL * 4);
+    tile_store<1>(out + TILE, PANEL * 4);
+}
+#endif
+
+// Writes a finished block into out [m, stride], or adds it to what is there; not for paired weights.
+template <bool ADD>
+inline void emit(const Linear& w, long row, long rows, long panel, const float* y, float* out, long stride) {
+    const long columns = std::min(PANEL, w.n - panel * PANEL), whole = columns / W * W;
+    const float* bias = w.bias.empty() ? nullptr : w.bias.data() + panel * PANEL;
+    for (long r = 0; r < rows; ++r, y += PANEL) {
+        float* to = out + (row + r) * stride + panel * PANEL;
+        for (long i = 0; i < whole; i += W) {
+            vf v = load(y + i);
+            if (bias) v += load(bias + i);
+            if (ADD) v += load(to + i);
+            store(to + i, v);
+        }
+        for (long i = whole; i < columns; ++i) to[i] = (y[i] + (bias ? bias[i] : 0.0f)) + (ADD ? to[i] : 0.0f);
+    }
+}
+
+// ---- the whole product -----------------------------------------------------------------------------------------------
+
+// Computes blocks of y, [rows][32], from the panels of one chunk.  Quantised panels that serve more than one block of rows
+// are expanded once for all of them; the others piece by piece, on the way into the tile registers.
+class ChunkProduct {
+public:
+    ChunkProduct(const Linear& w, const Rows& x, long first_panel, long panels, bool many_rows, Memory& scratch)
+        : w_(w), x_(x), first_panel_(first_panel), keeps_(w.quantised() && (many_rows || !PS_AMX)) {
+        if (w.quantised()) expanded_ = scratch.reserve<uint32_t>((keeps_ ? panels * w.k_blocks : 2) * PANEL_LANES);
+    }
+
+    // `first`: no other rows of this chunk have been multiplied by this panel before.
+    void operator()(long panel, long row, long rows, bool first, float* y) {
+        const uint32_t* a = x_.group(row);
+        const uint32_t* b = reinterpret_cast<const uint32_t*>(w_.block(panel, 0));
+        if (keeps_) {
+            uint32_t* own = expanded_ + (panel - first_panel_) * w_.k_blocks * PANEL_LANES;
+            if (first) expand_panel(w_, panel, own);
+            b = own;
+        }
+        if (w_.format == F32) return vector_block<F32Lane>(a, rows, w_.k_blocks, b, y);
+#if PS_AMX
+        if (first || rows < ROW_BLOCK) linear_tiles(rows).activate();
+        if (keeps_ || !first) tile_block(a, rows, w_.k_blocks, CachedPanel{b}, y);
+        else if (w_.format == Q4) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q4Block>{w_.block(panel, 0), expanded_}, y);
+        else if (w_.format == Q8) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q8Block>{w_.block(panel, 0), expanded_}, y);
+        else tile_block(a, rows, w_.k_blocks, DistantPanel{b}, y);
+#else
+        vector_block<Bf16Lane>(a, rows, w_.k_blocks, b, y);
+#endif
+    }
+
+private:
+    const Linear& w_;
+    const Rows& x_;
+    const long first_panel_;
+    const bool keeps_;  // the chunk's panels, expanded
+    uint32_t* expanded_ = nullptr;
+};
+
+// Calls finish(row, rows, panel, y) for each finished block, y being [rows][32] floats; blocks come in any order.
+template <class Finish>
+void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& finish) {
+    // A chunk is so many panels that they stay in the second-level cache while its rows pass by.
+    constexpr long CHUNK_ROWS = 256, CHUNK_BYTES = 512 << 10;
+    const long row_chunks = ceil_div(m, CHUNK_ROWS), expanded_bytes = w.k_blocks * PANEL_LANES * 4;
+    const long share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
+    const long per_chunk = std::max<long>({1, std::min(share, CHUNK_BYTES / expanded_bytes), ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
+    const long panel_chunks = ceil_div(w.panels, per_chunk);
+    pool.run(row_chunks * panel_chunks, [&](long chunk, int thread) {
+        const long first_row = chunk / panel_chunks * CHUNK_ROWS, last_row = std::min(m, first_row + CHUNK_ROWS);
+        const long at = chunk % panel_chunks, first = w.panels * at / panel_chunks, last = w.panels * (at + 1) / panel_chunks;
+        ChunkProduct product(w, x, first, last - first, last_row - first_row > ROW_BLOCK, pool.scratch(thread));
+        alignas(64) float y[ROW_BLOCK * PANEL];
+        for (long row = first_row; row < last_row; row += ROW_BLOCK) {
+            const long rows = std::min(ROW_BLOCK, last_row - row);
+            for (long panel = first; panel < last; ++panel) {
+                product(panel, row, rows, row == first_row, y);
+                finish(row, rows, panel, y);
+            }
+        }
+#if PS_AMX
+        if (w.format != F32) release_tiles();
+#endif
+    });
+}
+
+}  // namespace ps

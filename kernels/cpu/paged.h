@@ -1,0 +1,103 @@
+// Paged keys and values, and the batch that is to attend to them.
+//
+// Pages are [B, G, K, D].  A block of one head is K / 16 granules of 16 tokens, each in the form in which the matrix
+// products want it (lanes as in layout.h; D in lanes is D or D / 2):
+//   keys:    [lanes of D][16 tokens]
+//   values:  [lanes of 16 tokens][D]
+#pragma once
+
+#include "layout.h"
+
+namespace ps {
+
+constexpr long GRANULE = 16;  // tokens
+constexpr long MAX_HEAD_SIZE = 256;
+
+struct Pages {
+    void* k;
+    void* v;
+    long num_blocks, num_heads, block_size, head_size;
+    long format;  // F32 or BF16
+
+    long lanes() const { return head_size / per_lane(format); }
+    long granule_lanes() const { return GRANULE * lanes(); }
+    long granule(long block, long head, long token) const {  // of a token within its block, in lanes from the start
+        return ((block * num_heads + head) * (block_size / GRANULE) + token / GRANULE) * granule_lanes();
+    }
+
+    void put_token(long slot, long head, const float* key, const float* value) const {
+        const long at = granule(slot / block_size, head, slot % block_size), token = slot % GRANULE;
+        if (format == F32) {
+            float* k_to = static_cast<float*>(k) + at + token;
+            for (long d = 0; d < head_size; ++d) k_to[d * GRANULE] = key[d];
+            memcpy(static_cast<float*>(v) + at + token * head_size, value, head_size * sizeof(float));
+        } else {
+            uint16_t* k_to = static_cast<uint16_t*>(k) + 2 * (at + token);
+            for (long d = 0; d < head_size; ++d) k_to[d / 2 * 2 * GRANULE + d % 2] = bf16_scalar(key[d]);
+            uint16_t* v_to = static_cast<uint16_t*>(v) + 2 * (at + token / 2 * head_size) + token % 2;
+            for (long d = 0; d < head_size; ++d) v_to[2 * d] = bf16_scalar(value[d]);
+        }
+    }
+};
+
+struct AttentionSpec {
+    float scale;
+    long window;         // 0: all
+    float softcap;       // 0: none
+    const float* sinks;  // [H], nullptr: none
+};
+
+struct Batch {
+    long num_tokens, num_seqs, max_blocks;
+    const int64_t* positions;
+    const int64_t* slots;  // negative: not written
+    const int32_t* query_start;
+    const int32_t* seq_lens;
+    const int32_t* block_tables;
+
+    // Whether everything it names exists: a wrong number must not become a wrong address.
+    bool fits(const Pages& pages) const {
+        if (query_start[0] != 0 || query_start[num_seqs] != num_tokens) return false;
+        for (long t = 0; t < num_tokens; ++t)
+            if (slots[t] >= pages.num_blocks * pages.block_size) return false;
+        for (long s = 0; s < num_seqs; ++s) {
+            if (query_start[s + 1] < query_start[s] || seq_lens[s] > max_blocks * pages.block_size) return false;
+            for (long t = query_start[s]; t < query_start[s + 1]; ++t)
+                if (positions[t] < 0 || positions[t] >= seq_lens[s] || (t > query_start[s] && positions[t] <= positions[t - 1])) return false;
+            for (long b = 0; b * pages.block_size < seq_lens[s]; ++b)
+                if (block_tables[s * max_blocks + b] < 0 || block_tables[s * max_blocks + b] >= pages.num_blocks) return false;
+        }
+        return true;
+    }
+};
+
+// The queries of a step, ready to be multiplied: [G][T][H / G][padded lanes of D], zero in the padding.
+struct Queries {
+    uint32_t* data;
+    long num_tokens, heads_per_group, head_size;
+    long format;
+
+    static long padded(long head_size) { return round_up(head_size, 16); }
+    long lanes() const { return padded(head_size) / per_lane(format); }
+    static size_t count(long tokens, long heads, long head_size, long format) {
+        return (size_t)tokens * heads * padded(head_size) / per_lane(format);
+    }
+    uint32_t* row(long group, long token, long head) const {
+        return data + ((group * num_tokens + token) * heads_per_group + head) * lanes();
+    }
+    void put(long token, long head, const float* q) const {
+        uint32_t* to = row(head / heads_per_group, token, head % heads_per_group);
+        if (format == F32) {
+            memcpy(to, q, head_size * sizeof(float));
+        } else {
+            uint16_t* halves = reinterpret_cast<uint16_t*>(to);
+            long d = 0;
+            for (; d + W <= head_size; d += W) store_bf16(halves + d, load(q + d));
+            for (; d < head_size; ++d) halves[d] = bf16_scalar(q[d]);
+        }
+        const long used = head_size / per_lane(format);
+        memset(to + used, 0, (lanes() - used) * sizeof(uint32_t));
+    }
+};
+
+}  // namespace ps
