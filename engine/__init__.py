@@ -28,6 +28,7 @@ from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write
 
 if TYPE_CHECKING:
     from pagestream.engine.async_llm_engine import AsyncLLMEngine
+    from pagestream.engine.live_view import EngineView, LiveBlock, LivePool, LiveRequest, LiveTotals
     from pagestream.engine.llm import LLM
     from pagestream.engine.llm_engine import LLMEngine
     from pagestream.engine.measure import measure_machine
@@ -39,6 +40,11 @@ LAZY = {
     "LLMEngine": "pagestream.engine.llm_engine",
     "AsyncLLMEngine": "pagestream.engine.async_llm_engine",
     "OutputStream": "pagestream.engine.output_stream",
+    "EngineView": "pagestream.engine.live_view",
+    "LiveBlock": "pagestream.engine.live_view",
+    "LivePool": "pagestream.engine.live_view",
+    "LiveRequest": "pagestream.engine.live_view",
+    "LiveTotals": "pagestream.engine.live_view",
     "measure_machine": "pagestream.engine.measure",
 }
 
@@ -55,10 +61,15 @@ __all__ = [
     "EngineError",
     "EngineFault",
     "EngineListener",
+    "EngineView",
     "Fault",
     "FinishReason",
     "InvalidRequest",
     "LLMEngine",
+    "LiveBlock",
+    "LivePool",
+    "LiveRequest",
+    "LiveTotals",
     "Machine",
     "ModelShape",
     "OutputStream",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from pagestream.engine.admission import AdmissionControl
@@ -18,6 +19,7 @@ from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.factory import BuiltEngine, build_engine
 from pagestream.engine.intake import RequestOptions
+from pagestream.engine.live_view import EngineView, LiveView
 from pagestream.engine.metrics import EngineListener, RequestInfo, StepStats
 from pagestream.engine.output_stream import OutputStream
 from pagestream.engine.text.chat_template import ChatTemplate
@@ -47,6 +49,7 @@ class AsyncLLMEngine:
         self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="pagestream-text")
         self._death: EngineDead | None = None
         self._step_started_s: float | None = None
+        self._live = LiveView(built.engine)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, listener: EngineListener | None = None) -> AsyncLLMEngine:
@@ -87,6 +90,21 @@ class AsyncLLMEngine:
 
     def stats(self) -> StepStats:
         return self._engine.stats()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While somebody looks on: steps are timed and counted for `live_view`."""
+        self._live.open()
+        try:
+            yield
+        finally:
+            self._live.close()
+
+    async def live_view(self) -> EngineView:
+        """Every block and every request, between two steps: waits for the one in progress.  Raises EngineDead."""
+        if self._death is not None:
+            raise self._death
+        return self._live.take() if self._step_started_s is None else await self._live.at_next_step()
 
     def render_chat(self, messages: list[dict], **options: Any) -> str:
         """The prompt that the model's chat template makes of the messages.  Raises InvalidRequest."""
@@ -219,6 +237,7 @@ class AsyncLLMEngine:
                 outputs = await loop.run_in_executor(self._step_thread, self._engine.step)
                 self._step_started_s = None
                 self._distribute(outputs)
+                self._live.between_steps()
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -247,4 +266,5 @@ class AsyncLLMEngine:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(self._death)
+        self._live.fail(self._death)
         self._idle.set()

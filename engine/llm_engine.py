@@ -40,6 +40,7 @@ class LLMEngine:
         self._outputs = outputs
         self._clock = clock
         self.watch = RequestWatch(listener, clock, block_bytes)
+        self.observer: Callable[[StepPlan, StepStats], None] | None = None  # told of each step, while somebody looks on
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, listener: EngineListener | None = None) -> LLMEngine:
@@ -107,7 +108,10 @@ class LLMEngine:
         self.scheduler.commit(plan, judgement.verdicts)
         outputs = judgement.outputs + self._end_failed(judgement.failed)
         times.judged()
-        return self.watch.step_done(outputs, self.stats(times, plan.num_tokens))
+        stats = self.stats(times, plan.num_tokens)
+        if self.observer is not None:
+            self.observer(plan, stats)
+        return self.watch.step_done(outputs, stats)
 
     def stats(self, times: StepTimes | None = None, num_tokens: int = 0) -> StepStats:
         """The gauges of this moment; with `times`, also what the last step took."""

@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from pagestream.server import chat, completions, health, models, responses
 from pagestream.server.errors import add_error_handlers
+from pagestream.server.live import LiveFeed, add_live_route
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
 from pagestream.server.openapi import Responses, describe_answer, describe_body, describe_errors, with_request_schemas
@@ -42,6 +43,7 @@ def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metric
     app.state.settings = settings
     app.state.metrics = metrics
     app.state.created = int(time.time())
+    app.state.live = LiveFeed(engine)
     metrics.watch(engine)
     # The last one added is the outermost.
     if settings.api_keys:
@@ -85,6 +87,7 @@ def add_routes(app: FastAPI) -> None:
         openapi_extra=describe_body("ChatRequest"),
         tags=["generation"],
     )
+    add_live_route(app)
     no_key = describe_errors(401)
     app.add_api_route(
         "/v1/models",

@@ -59,6 +59,13 @@ class BlockManager:
     def table(self, seq_id: int) -> tuple[int, ...]:
         return self._tables[seq_id].ids
 
+    def swapped_table(self, seq_id: int) -> tuple[int, ...]:
+        return self._swapped[seq_id].ids
+
+    def holds(self, seq_id: int) -> bool:
+        """Whether it has a table, on either side."""
+        return seq_id in self._tables or seq_id in self._swapped
+
     def has_table(self, seq_id: int) -> bool:
         return seq_id in self._tables
 

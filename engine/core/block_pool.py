@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
 
@@ -42,6 +43,10 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that can be found by their hash, free or not."""
         return len(self._by_hash)
+
+    def cached_blocks(self) -> Iterable[Block]:
+        """Those that can be found by their hash, free or not."""
+        return self._by_hash.values()
 
     def allocate(self) -> Block:
         """A free block of unknown content, with one reference.  Raises OutOfBlocks."""
