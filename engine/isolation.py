@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pagestream.engine.core.errors import EngineDead
-from pagestream.engine.core.step_plan import SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from pagestream.engine.core.step_plan import Candidate, SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.runner.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,12 @@ def execute_isolated(executor: Executor, plan: StepPlan) -> StepResult:
         raise EngineDead(f"no sequence of the step can be computed: {first_error}") from first_error
     sampled: dict[int, SampledTokens] = {}
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+    candidates: dict[int, tuple[Candidate, ...]] = {}
     for result in results:
         sampled |= result.sampled
         scored |= result.prompt_logprobs
-    return StepResult(plan.step_id, sampled, scored, failed)
+        candidates |= result.candidates
+    return StepResult(plan.step_id, sampled, scored, candidates, failed)
 
 
 def narrow(executor: Executor, plan: StepPlan, rows: Sequence[ScheduledSequence]) -> list[StepResult]:

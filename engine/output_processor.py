@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 
-from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, fold
+from pagestream.engine.beams import BeamAnswers
+from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.step_plan import SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.core.stopping import Verdict, is_full, stop_at
+from pagestream.engine.ranking import Ranker
 from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.text.detokenizer import IncrementalDetokenizer
 from pagestream.engine.text.stop_strings import StopStrings
@@ -37,11 +39,14 @@ class Answer:
 class OpenRequest:
     """One unfinished request: its answers, and what of it has been scored and counted."""
 
-    __slots__ = ("answers", "is_ended", "num_cached_tokens", "num_scored", "request", "scores")
+    __slots__ = ("answers", "beams", "is_ended", "num_cached_tokens", "num_scored", "ranker", "request", "scores")
 
     def __init__(self, request: Request):
+        params = request.sampling_params
         self.request = request
-        self.answers: dict[int, Answer] = {}  # by seq_id
+        self.answers: dict[int, Answer] = {}  # by seq_id; none where beams are searched
+        self.beams: BeamAnswers | None = None
+        self.ranker = Ranker(params.n, params.num_sequences) if params.num_sequences > params.n else None
         self.num_scored = 0  # prompt positions whose logprobs were sent
         self.num_cached_tokens = 0
         self.scores: IncrementalDetokenizer | None = None  # of the prompt's own tokens, where they are scored
@@ -51,11 +56,15 @@ class OpenRequest:
     def is_finished(self) -> bool:
         if self.is_ended:
             return True
+        if self.beams is not None:
+            return self.beams.is_done
         is_born = len(self.answers) == self.request.sampling_params.num_sequences
         return is_born and all(answer.finish_reason is not None for answer in self.answers.values())
 
     @property
     def num_output_tokens(self) -> int:
+        if self.beams is not None:
+            return self.beams.num_output_tokens
         return sum(answer.num_tokens for answer in self.answers.values())
 
 
@@ -88,15 +97,16 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         self._open: dict[str, OpenRequest] = {}
         self._owners: dict[int, OpenRequest] = {}  # by seq_id
-        self._rankers: dict[str, Ranker] = {}
 
     def add(self, request: Request, seq_id: int) -> None:
         opened = OpenRequest(request)
         self._open[request.request_id] = opened
-        self._bear(opened, seq_id)
-        params = request.sampling_params
-        if params.num_sequences > params.n:
-            self._rankers[request.request_id] = Ranker(params.n)
+        if request.sampling_params.use_beam_search:
+            opened.ranker = None  # the search ranks
+            opened.beams = BeamAnswers(request, seq_id, self._tokenizer, self._eos_token_ids)
+            self._owners[seq_id] = opened
+        else:
+            self._bear(opened, seq_id)
 
     def set_num_cached(self, request_id: str, num_cached_tokens: int) -> None:
         self._open[request_id].num_cached_tokens = num_cached_tokens
@@ -105,6 +115,7 @@ class OutputProcessor:
         """Decide on every sequence of the step.  A row that can't be judged fails alone."""
         judgement = Judgement(failed=dict(result.failed))
         deltas: dict[str, Delta] = {}
+        beams: dict[str, list[ScheduledSequence]] = {}
         for row in plan.scheduled:
             opened = self._owners.get(row.seq_id)
             if opened is None or row.seq_id in judgement.failed:
@@ -114,13 +125,17 @@ class OutputProcessor:
                 if self._injector is not None:
                     self._injector.strike("judge", (row,))
                 judgement.verdicts |= self._judge_row(opened, row, result, delta)
+                if opened.beams is not None and row.samples:
+                    beams.setdefault(opened.request.request_id, []).append(row)
             except Exception as error:
                 logger.exception("request %s: an answer could not be judged", opened.request.request_id)
                 judgement.failed[row.seq_id] = f"{type(error).__name__}: {error}"
+        for request_id, rows in beams.items():
+            self._judge_beams(self._open[request_id], rows, result, deltas[request_id], judgement)
         for request_id, delta in deltas.items():
             if delta.answers or delta.prompt_logprobs:
                 output = self._output(self._open[request_id], delta)
-                if output is not None:
+                if output.outputs or output.prompt_logprobs or output.finished:
                     judgement.outputs.append(output)
         return judgement
 
@@ -129,15 +144,16 @@ class OutputProcessor:
         opened = self._open.get(request_id)
         if opened is None:
             return None
-        self._rankers.pop(request_id, None)
         opened.is_ended = True
         delta = Delta()
-        for answer in opened.answers.values():
-            if answer.finish_reason is None:
-                answer.finish_reason = reason
-                delta.answers.append(CompletionOutput(answer.index, finish_reason=reason))
-        output = self._output(opened, delta)
-        return None if output is None else replace(output, error=error)
+        if opened.request.sampling_params.ranks_answers:
+            # None of them was told to have ended, and which are the best nobody will know.
+            opened.ranker = None
+            delta.answers += [CompletionOutput(index, finish_reason=reason) for index in range(opened.request.sampling_params.n)]
+        else:
+            unfinished = [answer for answer in opened.answers.values() if answer.finish_reason is None]
+            delta.answers += [CompletionOutput(answer.index, finish_reason=reason) for answer in unfinished]
+        return replace(self._output(opened, delta), error=error)
 
     def request(self, request_id: str) -> OpenRequest | None:
         return self._open.get(request_id)
@@ -152,12 +168,34 @@ class OutputProcessor:
                 return {}
             self._end_without_tokens(opened, delta)
             return {row.seq_id: Verdict((), FinishReason.LENGTH)}
+        if opened.beams is not None:
+            return {}  # judged when all of them are there
         verdicts = {}
         for sample in row.samples:
             if sample.seq_id not in opened.answers:
                 self._bear(opened, sample.seq_id)
             verdicts[sample.seq_id] = self._extend(opened, opened.answers[sample.seq_id], result.sampled[sample.seq_id], delta)
         return verdicts
+
+    def _judge_beams(
+        self, opened: OpenRequest, rows: list[ScheduledSequence], result: StepResult, delta: Delta, judgement: Judgement
+    ) -> None:
+        """One step of a beam search, unless one of its rows failed: then the request ends with that."""
+        beams = opened.beams
+        assert beams is not None
+        if any(row.seq_id in judgement.failed for row in rows) or len(rows) < len(beams.seq_ids):
+            return
+        try:
+            verdicts = beams.judge(rows, result)
+            delta.answers += beams.news()
+        except Exception as error:
+            logger.exception("request %s: its beams could not be judged", opened.request.request_id)
+            judgement.failed[rows[0].seq_id] = f"{type(error).__name__}: {error}"
+            return
+        judgement.verdicts |= verdicts
+        for row in rows:
+            self._owners.pop(row.seq_id, None)
+        self._owners.update(dict.fromkeys(beams.seq_ids, opened))
 
     def _bear(self, opened: OpenRequest, seq_id: int) -> None:
         opened.answers[seq_id] = Answer(len(opened.answers), opened.request, self._tokenizer)
@@ -213,6 +251,7 @@ class OutputProcessor:
         return text + answer.stops.flush() if is_last and answer.stops.matched is None else text
 
     def _end_without_tokens(self, opened: OpenRequest, delta: Delta) -> None:
+        opened.ranker = None
         for index in range(opened.request.sampling_params.n):
             delta.answers.append(CompletionOutput(index, finish_reason=FinishReason.LENGTH))
         opened.is_ended = True
@@ -236,7 +275,7 @@ class OutputProcessor:
             texts[-1] += opened.scores.flush()
         delta.prompt_logprobs, delta.prompt_token_texts = tuple(entries), tuple(texts)
 
-    def _output(self, opened: OpenRequest, delta: Delta) -> RequestOutput | None:
+    def _output(self, opened: OpenRequest, delta: Delta) -> RequestOutput:
         request = opened.request
         output = RequestOutput(
             request_id=request.request_id,
@@ -250,29 +289,8 @@ class OutputProcessor:
         )
         if output.finished:
             del self._open[request.request_id]
-            for seq_id in opened.answers:
-                del self._owners[seq_id]
-        ranker = self._rankers.get(request.request_id)
-        if ranker is None:
+            for seq_id in opened.answers if opened.beams is None else opened.beams.seq_ids:
+                self._owners.pop(seq_id, None)
+        if opened.ranker is None:
             return output
-        if output.finished:
-            del self._rankers[request.request_id]
-        return ranker.collect(output, opened)
-
-
-class Ranker:
-    """best_of: the answers are kept until all are there; then the likeliest n go out, best first."""
-
-    def __init__(self, n: int):
-        self._n = n
-        self._kept: list[RequestOutput] = []
-
-    def collect(self, output: RequestOutput, opened: OpenRequest) -> RequestOutput | None:
-        self._kept.append(output)
-        if not output.finished:
-            return None
-        whole = fold(self._kept)
-        likelihood = {answer.index: answer.cumulative_logprob for answer in opened.answers.values()}
-        best = sorted(whole.outputs, key=lambda answer: (-likelihood[answer.index], answer.index))[: self._n]
-        return replace(whole, outputs=tuple(replace(answer, index=index) for index, answer in enumerate(best)))
-
+        return opened.ranker.collect(output, {answer.index: answer.cumulative_logprob for answer in opened.answers.values()})

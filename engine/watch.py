@@ -54,6 +54,7 @@ class Edges:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)  # by the answer's index
+    num_emitted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,4 +216,10 @@ class RequestWatch:
                 last = edges.last_token_s.get(answer.index)
                 if self._listener is not None:
                     self._listener.tokens_emitted(len(answer.token_ids), None if last is None else now - last)
+                edges.num_emitted_tokens += len(answer.token_ids)
                 edges.last_token_s[answer.index] = now
+        if output.finished and self._listener is not None:
+            # Of answers that were generated and not returned; so the sum is that of all usages.
+            num_unseen = output.usage.num_output_tokens - edges.num_emitted_tokens
+            if num_unseen > 0:
+                self._listener.tokens_emitted(num_unseen, None)

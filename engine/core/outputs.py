@@ -44,6 +44,7 @@ class CompletionOutput:
     token_texts: tuple[str, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for the model's own end
+    cumulative_logprob: float | None = None  # with the finish_reason, where answers were ranked
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,10 +100,15 @@ class PlanWriter:
         """Those that the row's last token is to give: none where nothing is generated, several where others are yet unborn."""
         if group.request.max_tokens == 0:
             return ()
-        if not group.num_unborn:
+        num_others = group.num_unborn
+        if group.has_beams and sequence is group.unfinished[0]:
+            num_others = group.request.sampling_params.num_sequences - 1  # all beams of the step may go on from a single one
+        elif group.has_beams:
+            num_others = 0
+        if not num_others:
             return sequence.own_sample
         seed = group.request.seed
-        others = [Sample(self.next_seq_id(), seed_of_answer(seed, index)) for index in range(1, group.num_unborn + 1)]
+        others = [Sample(self.next_seq_id(), seed_of_answer(seed, index)) for index in range(1, num_others + 1)]
         return (*sequence.own_sample, *others)
 
     def _introduce(self, group: SequenceGroup, sequence: Sequence) -> None:

@@ -13,6 +13,21 @@ MAX_SEED = 2**63 - 1
 MAX_NUM_SEQUENCES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_LENGTH_PENALTY = 16
+
+# What beam search goes together with; the first is named where something else was asked for.
+BEAM_VALUES: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "stop": ((),),
+    "logit_bias": ((),),
+    "allowed_token_ids": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +40,9 @@ class SamplingParams:
 
     n: int = 1  # answers per prompt
     best_of: int | None = None  # answers generated, of which the n likeliest are returned; None: n
+    use_beam_search: bool = False  # best_of is the width then
+    length_penalty: float = 1.0  # beams: above 0 favours long answers, below 0 short ones
+    early_stopping: bool | str = False  # beams: True, False or "never"; see beam_search.BeamRules
     max_tokens: int | None = 16  # None: as many as the context has room for
     min_tokens: int = 0  # no end of sequence and no stop before
     temperature: float = 1.0  # 0: greedy
@@ -76,6 +94,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0, MAX_LOGPROBS, whole=True)
         self._check_lists()
+        self._check_beams()
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -92,10 +111,33 @@ class SamplingParams:
                 raise InvalidRequest(f"logit_bias names the token {token_id}; ids start at 0", param="logit_bias")
             in_range("logit_bias", bias, -100.0, 100.0)
 
+    def _check_beams(self) -> None:
+        """Beams are ranked by the model's own logprobs, so that whatever changes or cuts those contradicts them."""
+        if not isinstance(self.use_beam_search, bool):
+            raise InvalidRequest("use_beam_search must be true or false", param="use_beam_search")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequest(f"early_stopping must be true, false or \"never\", not {self.early_stopping!r}", param="early_stopping")
+        in_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise InvalidRequest(f"{name} is only allowed with use_beam_search", param=name)
+            return
+        if self.num_sequences < 2:
+            raise InvalidRequest("use_beam_search needs a width of at least 2: best_of or, without it, n", param="use_beam_search")
+        for name, allowed in BEAM_VALUES.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(f"use_beam_search needs {name} {allowed[0]!r}, not {getattr(self, name)!r}", param=name)
+
     @property
     def num_sequences(self) -> int:
         """Sequences that are generated for one prompt."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks_answers(self) -> bool:
+        """Whether which answers are returned is known at their end only."""
+        return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def is_greedy(self) -> bool:

@@ -20,7 +20,7 @@ from pagestream.engine.core.preemption import PreemptionCosts, PreemptionPolicy
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.seeds import seed_of_answer
 from pagestream.engine.core.sequence import GroupStatus, Sequence, SequenceGroup, num_common_tokens
-from pagestream.engine.core.step_plan import Sample, StepPlan
+from pagestream.engine.core.step_plan import Sample, ScheduledSequence, StepPlan
 from pagestream.engine.core.stopping import Verdict
 
 MAX_IDLE_PLANS = 3  # in a row: a step may end with a preemption and nothing else
@@ -129,6 +129,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, verdicts: Mapping[int, Verdict]) -> None:
         """Take over what a successful step computed.  Sequences that were ended meanwhile are passed over, by id."""
+        beams: list[tuple[SequenceGroup, ScheduledSequence]] = []
         for row in plan.scheduled:
             known = self._sequences.get(row.seq_id)
             if known is None:
@@ -138,6 +139,9 @@ class Scheduler:
             self.blocks.publish(sequence, group.request.cache_salt)
             if group.fork_at and sequence.num_computed_tokens >= group.fork_at:
                 self._hand_over(group)
+            if row.samples and group.has_beams:
+                beams.append((group, row))
+                continue
             for sample in row.samples[1:]:
                 self._bear(group, sequence, sample)
             if row.samples:
@@ -148,6 +152,8 @@ class Scheduler:
                 self._accept(group, row.seq_id, verdicts)
             if not group.unfinished and not group.num_unborn:
                 self._retire_group(group)
+        if beams:
+            self._branch(beams, verdicts)
 
     # ---- parts of schedule ------------------------------------------------------------------------------------------
 
@@ -182,6 +188,9 @@ class Scheduler:
         if group.fork_at:
             # Others wait for the first one's blocks: stop there, so that it can't end before they have taken them over.
             return group.fork_at - sequence.num_computed_tokens if sequence is group.unfinished[0] else 0
+        if group.has_beams and len(group.unfinished) > 1 and any(other.num_uncomputed_tokens > 1 for other in group.unfinished):
+            # The choice among beams needs the logits of all: whoever is ahead waits before his last token.
+            return sequence.num_uncomputed_tokens - 1
         return sequence.num_uncomputed_tokens
 
     def _place(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
@@ -194,7 +203,9 @@ class Scheduler:
         lacking = []
         for group in self.running:
             for sequence in group.unfinished:
-                num_tokens = self._num_computable(group, sequence) if group.fork_at else len(sequence.token_ids) - sequence.num_computed_tokens
+                num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+                if group.fork_at or group.has_beams:
+                    num_tokens = self._num_computable(group, sequence)
                 if num_tokens == 1:
                     place(group, sequence, 1)
                 elif num_tokens:
@@ -255,6 +266,8 @@ class Scheduler:
             self._run(group)
             if not self._cover([(sequence, sequence.num_tokens) for sequence in group.unfinished]):
                 return  # the next step makes room for it
+            if group.has_beams and plan.num_tokens_left - reserve < len(group.unfinished):
+                return  # all beams take their step together: the next one
             for sequence in group.unfinished:
                 self._place(group, sequence, plan.num_tokens_left - reserve)
 
@@ -332,6 +345,23 @@ class Scheduler:
         group.num_unborn -= 1
         self._sequences[child.seq_id] = (child, group)
 
+    def _branch(self, beams: list[tuple[SequenceGroup, ScheduledSequence]], verdicts: Mapping[int, Verdict]) -> None:
+        """One step of beam searches: some beams go on in several ways, others end."""
+        # Births first: a parent may end in the same step, and may only append its own token when it has been copied.
+        for group, row in beams:
+            for sample in row.samples[1:]:
+                verdict = verdicts.get(sample.seq_id)
+                if verdict is not None and verdict.parent_seq_id is not None:
+                    self._bear(group, self._sequences[verdict.parent_seq_id][0], sample)
+        for group, row in beams:
+            for sample in row.samples:
+                self._accept(group, sample.seq_id, verdicts)
+        for group in dict.fromkeys(group for group, _ in beams):
+            # A place is kept for beams that are yet to be born.
+            group.num_unborn = group.request.sampling_params.num_sequences - len(group.unfinished)
+            if not group.unfinished:
+                self._retire_group(group)
+
     def _accept(self, group: SequenceGroup, seq_id: int, verdicts: Mapping[int, Verdict]) -> None:
         """Append what the verdict accepts, and end the sequence where it says so."""
         verdict = verdicts.get(seq_id)
@@ -345,6 +375,8 @@ class Scheduler:
     def _end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         group.unfinished.remove(sequence)
+        if group.has_beams:
+            group.sequences.remove(sequence)
         self.blocks.forget(sequence.seq_id)
         del self._sequences[sequence.seq_id]
         self._plan.retire(sequence.seq_id)

@@ -64,11 +64,12 @@ class Sequence:
 class SequenceGroup:
     """One request and its sequences; lives in exactly one queue.
 
-    `sequences` are all answers that were born, `unfinished` those of them that go on, in the same order.
+    `sequences` are all answers that were born, `unfinished` those of them that go on, in the same order.  Of beams, those that
+    were left behind are in neither.
     """
 
     __slots__ = (
-        "arrival_order", "fork_at", "num_unborn", "order", "request", "sequences", "status", "timeline", "unfinished",
+        "arrival_order", "fork_at", "has_beams", "num_unborn", "order", "request", "sequences", "status", "timeline", "unfinished",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrival_order: int, order: tuple[int, int], first: Sequence):
@@ -77,7 +78,8 @@ class SequenceGroup:
         self.order = order  # among all groups of the scheduler, first in line first
         self.sequences = [first]
         self.unfinished = [first]
-        self.num_unborn = request.sampling_params.num_sequences - 1  # forked off when the prompt is computed
+        self.num_unborn = request.sampling_params.num_sequences - 1  # forked off when the prompt is computed, or by a beam search
+        self.has_beams = request.sampling_params.use_beam_search
         # After a recompute: as soon as the first unfinished sequence has so many tokens computed, which all of them begin with,
         # the others take over its blocks.  Until then they hold nothing.  0: nobody waits for that.
         self.fork_at = 0

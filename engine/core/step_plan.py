@@ -34,7 +34,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token to draw from a row's logits; several where a group is about to fork."""
+    """One token to draw from a row's logits; several where a group is about to fork.
+
+    A beam's row is asked for candidates instead; its further samples are only names for beams that may be born of the step.
+    """
 
     seq_id: int  # the sequence that the token will belong to; unborn yet for all but the first
     seed: int
@@ -84,6 +87,9 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Candidate = tuple[int, float]  # a token id and its logprob
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """What one sample of a row gave: a list of tokens, so that speculation changes no signature."""
@@ -98,4 +104,5 @@ class StepResult:
     step_id: int
     sampled: dict[int, SampledTokens]  # by the sample's seq_id
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # seq_id -> one per scored token
+    candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)  # a beam's seq_id -> its likeliest next tokens
     failed: dict[int, str] = field(default_factory=dict)  # row's seq_id -> why; found guilty by itself (NaN logits)

@@ -15,6 +15,7 @@ class Verdict(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    parent_seq_id: int | None = None  # of a beam that is born by this: whom it continues
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class ModelRunner:
             self._injector.strike("sample", batch.sampling)
             self._injector.spoil(logits, batch.sampling)
         drawn = self._sampler.sample(logits, batch.sampling)
-        return StepResult(plan.step_id, drawn.sampled, scored, drawn.failed)
+        return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, drawn.failed)
 
     def _meet(self, plan: StepPlan) -> None:
         for admitted in plan.admitted:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pagestream.engine.core.errors import InvariantBroken
 from pagestream.engine.core.sampling_params import SamplingParams
-from pagestream.engine.core.step_plan import Admitted, SampledTokens, ScheduledSequence
+from pagestream.engine.core.step_plan import Admitted, Candidate, SampledTokens, ScheduledSequence
+from pagestream.engine.sampling.beam_candidates import beam_candidates
 from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
 from pagestream.engine.sampling.logits_processors import AllowedTokens, LogitBias, LogitsProcessor, MinTokens
 from pagestream.engine.sampling.logprobs import score_tokens
@@ -21,9 +22,10 @@ from pagestream.engine.sampling.randomness import uniform
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one step's sampling gave: a row is in `failed`, or each of its samples in `sampled`."""
+    """What one step's sampling gave: a row is in `failed`, or each of its samples in `sampled`, or, a beam's, in `candidates`."""
 
     sampled: dict[int, SampledTokens] = field(default_factory=dict)  # by the sample's seq_id
+    candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)  # by the row's seq_id
     failed: dict[int, str] = field(default_factory=dict)  # by the row's seq_id
 
 
@@ -48,6 +50,7 @@ class Sampler:
             AllowedTokens(),
             *processors,
         )
+        self._eos_token_ids = eos_token_ids
         self._states: dict[int, SamplingState] = {}
 
     def admit(self, admitted: Admitted) -> None:
@@ -94,12 +97,17 @@ class Sampler:
         drawn = Drawn(failed={rows[index].seq_id: "the model's logits are not finite numbers" for index in best.not_finite})
         scored = [index for index, one in enumerate(params) if wants_logprobs(one) and rows[index].seq_id not in drawn.failed]
         logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None
+        beams = [index for index, one in enumerate(params) if one.use_beam_search and rows[index].seq_id not in drawn.failed]
+        beam_logprobs = torch.log_softmax(select(logits, beams), dim=-1) if beams else None
         seq_ids = [row.seq_id for row in rows]
         changes = [processor.apply(logits, seq_ids) for processor in self._processors]
         if any(changes):
             best = find_best(logits)
             for index in best.not_finite:
                 drawn.failed.setdefault(rows[index].seq_id, "the request's parameters leave no token to choose")
+        if beam_logprobs is not None:
+            found = beam_candidates(beam_logprobs, select(logits, beams), [params[index] for index in beams], self._eos_token_ids)
+            drawn.candidates.update(zip([rows[index].seq_id for index in beams], found, strict=True))
         token_ids = self._choose(logits, best.token_ids, rows, params, drawn.failed)
         if logprobs is None:
             drawn.sampled.update((seq_id, SampledTokens((token_id,))) for (_, seq_id), token_id in token_ids.items())
@@ -120,7 +128,7 @@ class Sampler:
         random_rows: list[int] = []
         draws: list[Draw] = []
         for index, row in enumerate(rows):
-            if row.seq_id in failed:
+            if row.seq_id in failed or params[index].use_beam_search:
                 continue
             for sample in row.samples:
                 chosen[index, sample.seq_id] = greedy_ids[index]
@@ -153,8 +161,8 @@ def find_best(logits: Tensor) -> Best:
 
 
 def wants_logprobs(params: SamplingParams) -> bool:
-    """To be shown, or to rank the answers by."""
-    return params.logprobs is not None or params.num_sequences > params.n
+    """To be shown, or to rank the answers by.  Beams have theirs from their candidates."""
+    return not params.use_beam_search and (params.logprobs is not None or params.ranks_answers)
 
 
 def score_samples(
@@ -178,4 +186,4 @@ def score_samples(
             sampled[seq_id] = SampledTokens((token_id,))
             continue
         shown = None if params[row].logprobs is None else (entry,)
-        sampled[seq_id] = SampledTokens((token_id,), shown, entry.logprob if params[row].num_sequences > params[row].n else 0.0)
+        sampled[seq_id] = SampledTokens((token_id,), shown, entry.logprob if params[row].ranks_answers else 0.0)
