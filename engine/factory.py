@@ -24,6 +24,7 @@ from pagestream.engine.models.base import CausalLM
 from pagestream.engine.models.cpu_decoder import CpuDecoder
 from pagestream.engine.models.cpu_linear import CpuLinearMaker
 from pagestream.engine.models.decoder import TorchDecoder
+from pagestream.engine.models.decoder_config import decoder_spec
 from pagestream.engine.models.gguf_file import GgufFile
 from pagestream.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from pagestream.engine.output_processor import OutputProcessor
@@ -143,8 +144,12 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
     kv_dtype = None if config.cache.dtype == "auto" else getattr(torch, config.cache.dtype)
     ops = load_ops(config.cpu_threads) if device.type == "cpu" else None
     if checkpoint.is_decoder:
-        loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype)
-        if ops is not None and supports_pages(kv_dtype or checkpoint.dtype, loaded.shape.head_size, config.cache.block_size):
+        head_size = decoder_spec(checkpoint.config, checkpoint.max_model_len).head_size
+        is_fused = ops is not None and supports_pages(kv_dtype or checkpoint.dtype, head_size, config.cache.block_size)
+        # The operators compute with a file's own blocks what its dequantised weights would give in bfloat16, bit for bit.
+        keep_blocks = is_fused and checkpoint.dtype == torch.bfloat16 and config.model.quantization is None
+        loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype, keep_blocks=keep_blocks)
+        if ops is not None and is_fused:
             return CpuDecoder(loaded.spec, loaded.weights, loaded.shape, ops, kv_dtype=kv_dtype)
         max_model_len = config.model.max_model_len or loaded.shape.max_model_len
         return TorchDecoder(

@@ -11,6 +11,17 @@ from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionMetadata, LayerCache
 from pagestream.engine.core.model_shape import ModelShape
+from pagestream.kernels.cpu.ops import GgufBlocks
+
+# A linear's weight [out, in], or the same as a GGUF file stores it, for operators that read it so.
+LinearWeight = Tensor | GgufBlocks
+
+
+def plain(weight: LinearWeight) -> Tensor:
+    """The weight as a tensor; raises TypeError for a file's blocks, which only some operators read."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{weight.kind} blocks where a tensor is needed")
+    return weight
 
 
 class CausalLM(Protocol):
@@ -61,20 +72,20 @@ class LayerWeights:
     """
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(H + 2 G) D, hidden]
+    qkv: LinearWeight  # [(H + 2 G) D, hidden]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [D], RMSNorm of each head before rotary
     k_norm: Tensor | None
-    o: Tensor  # [hidden, H D]
+    o: LinearWeight  # [hidden, H D]
     o_bias: Tensor | None
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    gate_up: LinearWeight  # [2 * intermediate, hidden]
+    down: LinearWeight  # [hidden, intermediate]
 
 
 @dataclass(slots=True)
 class DecoderWeights:
-    embedding: Tensor  # [V, hidden]
+    embedding: LinearWeight  # [V, hidden]; blocks only where the head is the same
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
-    head: Tensor  # [V, hidden]; the same tensor object as embedding where they are tied
+    head: LinearWeight  # [V, hidden]; the same object as embedding where they are tied

@@ -12,7 +12,7 @@ from pagestream.engine.attention.base import AttentionMetadata, LayerCache
 from pagestream.engine.attention.cpu_backend import paged_batch
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, plain
 from pagestream.engine.models.cpu_linear import held
 from pagestream.kernels.cpu.ops import CpuOps, DecoderLayer, DecoderOp, DecoderSizes, GgufBlocks, PackedLinear
 
@@ -75,7 +75,7 @@ class CpuDecoder:
         ]
         tied = weights.head is weights.embedding
         self.head = make(weights.head)
-        embedding = None if tied else held(weights.embedding)
+        embedding = None if tied else held(plain(weights.embedding))
         self.op = DecoderOp(ops, sizes(spec), layers, spec.rotary.inv_freq, weights.final_norm, self.head, embedding)
         num_bytes = sum(linear.num_bytes for linear in packed) + (0 if embedding is None else embedding.nbytes)
         self.shape = dataclasses.replace(shape, weight_bytes=num_bytes)

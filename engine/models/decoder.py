@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, LayerCache
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec, plain
 from pagestream.engine.models.linear import Activation, Linear, MakeLinear, activation, linear_maker
 
 
@@ -34,11 +34,11 @@ class TorchDecoder:
         make_linear: MakeLinear | None = None,
     ):
         """max_model_len bounds the rotary table, kv_dtype is that of the pages; None: the model's own of both."""
-        device, dtype = weights.embedding.device, weights.embedding.dtype
+        self.embedding = plain(weights.embedding)
+        device, dtype = self.embedding.device, self.embedding.dtype
         make_linear = make_linear or linear_maker(device)
         self.shape = shape
         self.kv_dtype = kv_dtype or dtype
-        self.embedding = weights.embedding
         self.rotary = RotaryTable(spec.rotary, min(max_model_len or shape.max_model_len, shape.max_model_len), device, dtype)
         act = activation(spec.activation, device)
         self.layers = [
@@ -46,12 +46,12 @@ class TorchDecoder:
                 norm=RMSNorm(layer.input_norm, spec.rms_norm_eps),
                 attention=SelfAttention(spec, layer, spec.windows[number], attention, make_linear),
                 post_norm=RMSNorm(layer.post_norm, spec.rms_norm_eps),
-                mlp=GatedMLP(make_linear(layer.gate_up, None), make_linear(layer.down, None), act),
+                mlp=GatedMLP(make_linear(plain(layer.gate_up), None), make_linear(plain(layer.down), None), act),
             )
             for number, layer in enumerate(weights.layers)
         ]
         self.final_norm = RMSNorm(weights.final_norm, spec.rms_norm_eps)
-        self.head = make_linear(weights.head, None)
+        self.head = make_linear(plain(weights.head), None)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
@@ -116,8 +116,8 @@ class SelfAttention:
         self.num_heads = spec.num_heads
         self.num_kv_heads = spec.num_kv_heads
         self.head_size = spec.head_size
-        self.qkv = make_linear(weights.qkv, weights.qkv_bias)
-        self.o = make_linear(weights.o, weights.o_bias)
+        self.qkv = make_linear(plain(weights.qkv), weights.qkv_bias)
+        self.o = make_linear(plain(weights.o), weights.o_bias)
         self.q_norm = None if weights.q_norm is None else RMSNorm(weights.q_norm, spec.rms_norm_eps)
         self.k_norm = None if weights.k_norm is None else RMSNorm(weights.k_norm, spec.rms_norm_eps)
         self.backend = backend

@@ -5,6 +5,7 @@ transformers is not imported here: it takes seconds, and a model of this family 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, LinearWeight
 from pagestream.engine.models.decoder_config import (
     decoder_spec,
     eos_token_ids,
@@ -35,6 +36,7 @@ from pagestream.engine.models.tensor_source import (
     TensorSource,
     read_json,
 )
+from pagestream.kernels.cpu.ops import GgufBlocks
 
 PROGRESS_AFTER_S = 1.0  # a bar for what takes less would only flicker
 
@@ -73,7 +75,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
     dtype "auto" is the checkpoint's own float type; a GGUF file's blocks become bfloat16.
     Raises StartError with one line that says what to do.
     """
-    if config.quantization is not None:
+    if config.quantization not in (None, "none"):
         raise StartError(f"quantization {config.quantization!r} is not supported; leave it out, or give a GGUF file")
     files = find_model(config)
     if files.gguf is not None:
@@ -132,14 +134,16 @@ def check_length(config: ModelConfig, model_config: dict[str, Any]) -> None:
         raise StartError(f"max_model_len {config.max_model_len} is more than the {positions} positions that the model knows")
 
 
-def load_decoder(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> LoadedDecoder:
+def load_decoder(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, keep_blocks: bool = False) -> LoadedDecoder:
     """Load a checkpoint of the Llama-shaped family.  Its weights come as `dtype` on `device`, linears fused.
 
+    keep_blocks: the linears of a GGUF file come as it stores them, as far as there is an operator for its blocks.
     Raises StartError for a tensor that is missing or has another shape than the config says.
     """
     assert checkpoint.source is not None
     spec = decoder_spec(checkpoint.config, checkpoint.max_model_len)
-    builder = WeightBuilder(checkpoint.source, spec, checkpoint.config, device=device, dtype=dtype)
+    stored = checkpoint.source if keep_blocks and isinstance(checkpoint.source, GgufSource) else None
+    builder = WeightBuilder(checkpoint.source, spec, checkpoint.config, device=device, dtype=dtype, stored=stored)
     weights = builder.build()
     return LoadedDecoder(
         spec=spec,
@@ -161,9 +165,18 @@ class WeightBuilder:
     """Puts a checkpoint's tensors where the decoder wants them, each copied and converted once."""
 
     def __init__(
-        self, source: TensorSource, spec: DecoderSpec, config: dict[str, Any], *, device: torch.device, dtype: torch.dtype
+        self,
+        source: TensorSource,
+        spec: DecoderSpec,
+        config: dict[str, Any],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        stored: GgufSource | None = None,
     ):
+        """stored: the source again, where linears are to be taken as its file stores them."""
         self.source = source
+        self.stored = stored
         self.spec = spec
         self.layout = weight_layout(config)
         self.device = device
@@ -174,18 +187,24 @@ class WeightBuilder:
         from tqdm import tqdm
 
         spec = self.spec
-        embedding = self.one("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        embedding = self.embedding()
         numbers = tqdm(range(spec.num_layers), desc="weights", unit="layer", delay=PROGRESS_AFTER_S, disable=None, leave=False)
         layers = [self.layer(f"model.layers.{number}.") for number in numbers]
         final_norm = self.one("model.norm.weight", spec.hidden_size)
         return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=self.head(embedding))
 
-    def head(self, embedding: Tensor) -> Tensor:
+    def embedding(self) -> LinearWeight:
+        """As stored only where it is the head too: looking a token up alone is no operator's business."""
+        name, shape = "model.embed_tokens.weight", (self.spec.vocab_size, self.spec.hidden_size)
+        is_tied = self.layout.tied_head and not self.source.has("lm_head.weight")
+        return self.linear(name, *shape) if is_tied else self.one(name, *shape)
+
+    def head(self, embedding: LinearWeight) -> LinearWeight:
         """A file that holds a head of its own is believed more than a config that calls it tied."""
         if self.layout.tied_head and not self.source.has("lm_head.weight"):
             return embedding
-        head = self.one("lm_head.weight", *embedding.shape)
-        if self.layout.tied_head and torch.equal(head, embedding):
+        head = self.linear("lm_head.weight", self.spec.vocab_size, self.spec.hidden_size)
+        if isinstance(head, Tensor) and isinstance(embedding, Tensor) and self.layout.tied_head and torch.equal(head, embedding):
             self.num_parameters -= head.numel()
             return embedding
         return head
@@ -198,15 +217,15 @@ class WeightBuilder:
         gate_up_sizes = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         return LayerWeights(
             input_norm=self.one(prefix + "input_layernorm.weight", spec.hidden_size),
-            qkv=self.fused(attention, "qkv_proj", qkv_sizes, "weight", spec.hidden_size),
+            qkv=self.fused_linear(attention, "qkv_proj", qkv_sizes),
             qkv_bias=self.fused(attention, "qkv_proj", qkv_sizes, "bias") if self.layout.qkv_bias else None,
             q_norm=self.one(attention + "q_norm.weight", spec.head_size) if self.layout.qk_norm else None,
             k_norm=self.one(attention + "k_norm.weight", spec.head_size) if self.layout.qk_norm else None,
-            o=self.one(attention + "o_proj.weight", spec.hidden_size, q_size),
+            o=self.linear(attention + "o_proj.weight", spec.hidden_size, q_size),
             o_bias=self.one(attention + "o_proj.bias", spec.hidden_size) if self.layout.o_bias else None,
             post_norm=self.one(prefix + "post_attention_layernorm.weight", spec.hidden_size),
-            gate_up=self.fused(mlp, "gate_up_proj", gate_up_sizes, "weight", spec.hidden_size),
-            down=self.one(mlp + "down_proj.weight", spec.hidden_size, spec.intermediate_size),
+            gate_up=self.fused_linear(mlp, "gate_up_proj", gate_up_sizes),
+            down=self.linear(mlp + "down_proj.weight", spec.hidden_size, spec.intermediate_size),
         )
 
     def one(self, name: str, *shape: int) -> Tensor:
@@ -214,6 +233,24 @@ class WeightBuilder:
         self.num_parameters += tensor.numel()
         # copy: what the source gave may be a view of the file, which would stay mapped and could not be written to.
         return tensor.to(self.dtype).to(device=self.device, copy=tensor.dtype == self.dtype).contiguous()
+
+    def linear(self, name: str, *shape: int) -> LinearWeight:
+        blocks = self.stored.blocks(name, shape) if self.stored is not None else None
+        if blocks is None:
+            return self.one(name, *shape)
+        self.num_parameters += math.prod(shape)
+        return blocks
+
+    def fused_linear(self, prefix: str, whole: str, sizes: dict[str, int]) -> LinearWeight:
+        """The parts below one another; as stored where all of them are of one kind."""
+        columns = self.spec.hidden_size
+        if self.stored is not None and not self.source.has(f"{prefix}{whole}.weight"):
+            parts = [self.stored.blocks(f"{prefix}{name}.weight", (size, columns)) for name, size in sizes.items()]
+            given = [part for part in parts if part is not None]
+            if len(given) == len(parts) and len({part.kind for part in given}) == 1:
+                self.num_parameters += sum(sizes.values()) * columns
+                return GgufBlocks(given[0].kind, torch.cat([part.data for part in given]))
+        return self.fused(prefix, whole, sizes, "weight", columns)
 
     def fused(self, prefix: str, whole: str, sizes: dict[str, int], kind: str, *columns: int) -> Tensor:
         """The parts below one another, in the order of `sizes`; some checkpoints hold them so already."""

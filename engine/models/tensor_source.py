@@ -16,6 +16,7 @@ from torch import Tensor
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.models.decoder_config import weight_layout
 from pagestream.engine.models.gguf_file import GgufFile
+from pagestream.kernels.cpu.ops import GGUF_KINDS, GgufBlocks
 
 INDEX_NAME = "model.safetensors.index.json"
 FLOATS = {
@@ -37,6 +38,7 @@ class TensorSource(Protocol):
 
         Raises StartError, before anything is read, where there is no such tensor or it has another shape.
         """
+
 
 
 class SafetensorsSource:
@@ -173,6 +175,16 @@ class GgufSource:
         tensor = self.file.load(gguf_name(name))
         rows = self.rows(name)
         return tensor if rows is None else tensor[rows]
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> GgufBlocks | None:
+        """The tensor as stored, its rows in order; None where no operator takes it so.  Raises StartError for another shape."""
+        stored = self.file.tensors.get(gguf_name(name))
+        if stored is None or stored.type.name not in GGUF_KINDS:
+            return None
+        expect_shape(name, stored.shape, shape)
+        raw = self.file.raw(stored.name)
+        rows = self.rows(name)
+        return GgufBlocks(raw.type.name, raw.data if rows is None else raw.data[rows])
 
     def rows(self, name: str) -> Tensor | None:
         """Which stored row is row i of the tensor; None where they are in order."""

@@ -57,6 +57,9 @@ class TestSameBits:
         engine = llm(dtype=dtype, max_num_batched_tokens=32, max_num_seqs=16)
         assert answers(engine, prompts(16), params) == solo[params]
 
+    def test_with_dequantised_weights_instead_of_the_files_own_blocks(self, dtype, solo, params):
+        assert answers(llm(dtype=dtype, quantization="none"), prompts(16), params) == solo[params]
+
     def test_with_one_thread_and_larger_blocks(self, dtype, solo, params):
         engine = llm(dtype=dtype, cpu_threads=1, block_size=32)
         assert answers(engine, prompts(16), params) == solo[params]
