@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +11,7 @@ from pagestream.engine.attention.base import AttentionBackend
 from pagestream.engine.attention.cpu_backend import CpuAttentionBackend
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.block_manager import BlockManager
-from pagestream.engine.core.config import CacheConfig, EngineConfig, PreemptionMode
+from pagestream.engine.core.config import EngineConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
@@ -24,35 +22,22 @@ from pagestream.engine.models.base import CausalLM
 from pagestream.engine.models.cpu_decoder import CpuDecoder
 from pagestream.engine.models.cpu_linear import CpuLinearMaker
 from pagestream.engine.models.decoder import TorchDecoder
-from pagestream.engine.models.decoder_config import decoder_spec
+from pagestream.engine.models.decoder_config import decoder_spec, max_positions, with_defaults
 from pagestream.engine.models.gguf_file import GgufFile
 from pagestream.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from pagestream.engine.output_processor import OutputProcessor
 from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.runner.kv_cache import KVCache, bytes_per_block
 from pagestream.engine.runner.model_runner import ModelRunner
-from pagestream.engine.runner.profiling import measure_costs
+from pagestream.engine.runner.profiling import measure_activations, measure_costs
 from pagestream.engine.sampling.sampler import Sampler
+from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes
 from pagestream.engine.text.chat_template import ChatTemplate
 from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
-from pagestream.kernels.cpu.ops import load_ops, supports_pages
+from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
 
-logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
-MOST_DEFAULT_CPU_CACHE_BYTES = 2 * GIB
-DEFAULT_GPU_SWAP_BYTES = 4 * GIB
 DEFAULT_MAX_QUEUED_REQS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceDefaults:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-DEFAULTS = {"cpu": DeviceDefaults(64, 512), "cuda": DeviceDefaults(256, 8192)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +59,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     shape = model.shape
     limits = step_limits(config, device)
     max_model_len = min(config.model.max_model_len or shape.max_model_len, shape.max_model_len)
-    num_blocks = num_kv_blocks(config.cache, shape, model.kv_dtype, device)
+    num_blocks = num_kv_blocks(config.cache, shape, model.kv_dtype, device, activation_bytes(model, limits, config, device))
     max_model_len = fitting_length(max_model_len, config, num_blocks)
     block_size = config.cache.block_size
     num_swap_blocks = swap_bytes(config, device) // bytes_per_block(shape, block_size, model.kv_dtype)
@@ -140,6 +125,21 @@ def find_tokenizer(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     return from_gguf_metadata({key: file.get(key) for key in file.values if key.startswith("tokenizer.")})
 
 
+def activation_bytes(model: CausalLM, limits: SchedulerLimits, config: EngineConfig, device: torch.device) -> int:
+    """What the largest step needs besides the cache, by trying it; not asked on a CPU, whose cache has a size of its own."""
+    if device.type != "cuda" or config.cache.num_kv_blocks is not None:
+        return 0
+    return measure_activations(model, limits.max_num_batched_tokens, limits.max_num_seqs, config.cache.block_size, device)
+
+
+def attention_backend(ops: CpuOps | None, device: torch.device, max_model_len: int) -> AttentionBackend:
+    if device.type == "cuda":
+        from pagestream.engine.attention.triton_backend import TritonAttention
+
+        return TritonAttention(max_seq_len=max_model_len)
+    return TorchAttention() if ops is None else CpuAttentionBackend(ops)
+
+
 def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> CausalLM:
     kv_dtype = None if config.cache.dtype == "auto" else getattr(torch, config.cache.dtype)
     ops = load_ops(config.cpu_threads) if device.type == "cpu" else None
@@ -152,69 +152,17 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
         if ops is not None and is_fused:
             return CpuDecoder(loaded.spec, loaded.weights, loaded.shape, ops, kv_dtype=kv_dtype)
         max_model_len = config.model.max_model_len or loaded.shape.max_model_len
-        return TorchDecoder(
-            loaded.spec, loaded.weights, loaded.shape, TorchAttention(), max_model_len=max_model_len, kv_dtype=kv_dtype
-        )
+        attention = attention_backend(None, device, max_model_len)
+        return TorchDecoder(loaded.spec, loaded.weights, loaded.shape, attention, max_model_len=max_model_len, kv_dtype=kv_dtype)
     from pagestream.engine.models.hf import load_transformers
 
-    attention: AttentionBackend = TorchAttention() if ops is None else CpuAttentionBackend(ops)
+    longest = config.model.max_model_len or max_positions(with_defaults(checkpoint.config))
     return load_transformers(
         checkpoint,
         config.model,
         device=device,
         dtype=checkpoint.dtype,
-        attention=attention,
+        attention=attention_backend(ops, device, longest),
         kv_dtype=kv_dtype,
         make_linear=None if ops is None else CpuLinearMaker(ops),
     )
-
-
-def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
-    """The step's budget; raises StartError if it can't hold one token of every sequence."""
-    defaults = DEFAULTS[device.type]
-    asked = config.scheduler
-    num_tokens = asked.max_num_batched_tokens or max(defaults.max_num_batched_tokens, asked.max_num_seqs or 0)
-    num_seqs = asked.max_num_seqs or min(defaults.max_num_seqs, num_tokens)
-    if num_tokens < num_seqs:
-        raise StartError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}: each sequence gets a token")
-    if asked.preemption_mode is PreemptionMode.SWAP and swap_bytes(config, device) == 0:
-        raise StartError("preemption_mode swap needs a swap_space above 0")
-    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode)
-
-
-def swap_bytes(config: EngineConfig, device: torch.device) -> int:
-    asked = config.cache.swap_space_bytes
-    if asked is None:
-        return DEFAULT_GPU_SWAP_BYTES if device.type == "cuda" else 0
-    free = free_memory_bytes()
-    if asked > free:
-        raise StartError(f"swap_space {asked / GIB:.1f} GiB is more than the {free / GIB:.1f} GiB of free memory")
-    return asked
-
-
-def num_kv_blocks(cache: CacheConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks fit; raises StartError if the memory given holds not even one."""
-    if cache.num_kv_blocks is not None:
-        return cache.num_kv_blocks
-    per_block = bytes_per_block(shape, cache.block_size, dtype)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        memory = int(total * cache.gpu_memory_utilization) - (total - free)
-    else:
-        memory = cache.kv_cache_memory_bytes or min(MOST_DEFAULT_CPU_CACHE_BYTES, free_memory_bytes() // 4)
-    if memory < per_block:
-        raise StartError(f"the KV cache has {max(memory, 0) / GIB:.2f} GiB and one block takes {per_block / GIB:.4f} GiB; give it more")
-    return memory // per_block
-
-
-def fitting_length(max_model_len: int, config: EngineConfig, num_blocks: int) -> int:
-    """The length, lowered with a warning if not even one request of it fits the pool."""
-    num_tokens = num_blocks * config.cache.block_size
-    if num_tokens >= max_model_len:
-        return max_model_len
-    logger.warning("max_model_len lowered from %d to %d tokens: all that the KV cache holds", max_model_len, num_tokens)
-    return num_tokens
-
-
-def free_memory_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

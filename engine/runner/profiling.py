@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
+
 from pagestream.engine.core.preemption import PreemptionCosts
 from pagestream.engine.core.step_plan import BlockCopy, ScheduledSequence, StepPlan
+from pagestream.engine.models.base import CausalLM
+from pagestream.engine.runner.batch import build_batch
 from pagestream.engine.runner.executor import Executor
 from pagestream.engine.runner.kv_cache import KVCache
 
@@ -68,3 +72,31 @@ def measure_steps(runner: Executor, max_num_batched_tokens: int, block_size: int
         return min(times)
 
     return StepTimes(best_s(1, 0), best_s(num_chunk, 0), num_chunk, best_s(1, num_context), num_context)
+
+
+def measure_activations(model: CausalLM, num_tokens: int, num_rows: int, block_size: int, device: torch.device) -> int:
+    """Bytes that a GPU step of so many tokens, so many of them sampled, needs besides weights and cache."""
+    num_blocks = -(-num_tokens // block_size)
+    cache = KVCache(
+        model.shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=0, dtype=model.kv_dtype, device=device
+    )
+    length = min(num_tokens, model.shape.max_model_len)
+    starts = range(0, num_tokens, length)
+    rows = tuple(
+        ScheduledSequence(
+            number,
+            (0,) * min(length, num_tokens - start),
+            0,
+            tuple(range(start // block_size, -(-min(start + length, num_tokens) // block_size))),
+        )
+        for number, start in enumerate(starts)
+    )
+    batch = build_batch(StepPlan(0, scheduled=rows), block_size, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    hidden = model.forward(batch.input_ids, cache.layers, batch.metadata)
+    logits = model.logits(hidden[:num_rows])
+    torch.softmax(logits, -1)  # the sampler works on a copy at most twice that large
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
