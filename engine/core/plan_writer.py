@@ -112,7 +112,11 @@ class PlanWriter:
         return (*sequence.own_sample, *others)
 
     def _introduce(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Tell the runner of a sequence at its first appearance; a forked one with the tokens it was born with."""
+        """Tell the runner of a sequence at its first appearance; a forked one with the tokens it was born with.
+
+        That is all but the last, wherever its computation stands: one that had to give way before its first row may come back in
+        chunks, of which the sampler sees only the one that ends with the last token.
+        """
         self._introduced.add(sequence.seq_id)
         request = group.request
         self._admitted.append(
@@ -121,7 +125,7 @@ class PlanWriter:
                 prompt_token_ids=request.prompt_token_ids,
                 sampling_params=request.sampling_params,
                 seed=sequence.seed,
-                output_token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens : sequence.num_computed_tokens]),
+                output_token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens : -1]),
                 fault=request.fault,
             )
         )

@@ -2,25 +2,42 @@
 
 import hashlib
 
+from pagestream.engine.core.beam_search import Beam, BeamRules, advance
 from pagestream.engine.core.block_manager import BlockManager
 from pagestream.engine.core.errors import OutOfBlocks
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.scheduler import Scheduler
+from pagestream.engine.core.seeds import seed_of_answer
 from pagestream.engine.core.stopping import Verdict
 
 BLOCK_SIZE = 4
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int, *, n: int = 1, priority: int = 0, salt: str = "") -> Request:
-    params = SamplingParams(n=n, max_tokens=max_tokens)
+def make_request(
+    request_id: str, prompt: list[int], max_tokens: int, *, n: int = 1, beams: bool = False, priority: int = 0, salt: str = ""
+) -> Request:
+    params = SamplingParams(n=n, max_tokens=max_tokens, use_beam_search=beams, temperature=0.0 if beams else 1.0)
     return Request(request_id, tuple(prompt), params, 0.0, max_tokens, seed=len(prompt), priority=priority, cache_salt=salt)
 
 
 def next_token(token_ids, seed: int) -> int:
     digest = hashlib.blake2b(repr((list(token_ids), seed)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % 50
+
+
+def next_candidates(token_ids) -> list[tuple[int, float]]:
+    """Some tokens with logprobs, likeliest first; the end, 0, is among them now and then."""
+    return sorted(((next_token(token_ids, -place), -0.1 - next_token(token_ids, -99 - place) / 9) for place in range(12)), key=lambda one: -one[1])
+
+
+def unique(candidates: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return list({token_id: (token_id, logprob) for token_id, logprob in reversed(candidates)}.values())[::-1]
+
+
+def beam_rules(request: Request) -> BeamRules:
+    return BeamRules.of(request.sampling_params, request.max_tokens, frozenset((0,)))
 
 
 class FakeRun:
@@ -31,7 +48,8 @@ class FakeRun:
         self.device: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.texts: dict[str, dict[int, list[int]]] = {}
-        self.sequences: dict[int, tuple[list[int], int]] = {}
+        self.num_known: dict[int, int] = {}  # by seq_id, tokens that a sampler would have seen
+        self.beams: dict[str, tuple[dict[int, Beam], tuple[Beam, ...]]] = {}  # live ones by seq_id, and the answers
         self.num_steps = 0
         self.num_tokens = 0
         self.plans = []
@@ -39,6 +57,9 @@ class FakeRun:
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.texts[request.request_id] = {}
+        if request.sampling_params.use_beam_search:
+            first = self.scheduler.group(request.request_id).sequences[0]
+            self.beams[request.request_id] = {first.seq_id: Beam()}, ()
 
     def copy(self, source, target, copies) -> None:
         moved = [(copy.target, offset, source.get((copy.source, offset))) for copy in copies for offset in range(BLOCK_SIZE)]
@@ -56,14 +77,38 @@ class FakeRun:
         self.copy(self.host, self.device, plan.swap_in)
         self.copy(self.device, self.device, plan.copies)
         for admitted in plan.admitted:
-            self.sequences[admitted.seq_id] = ([*admitted.prompt_token_ids, *admitted.output_token_ids], admitted.seed)
+            self.num_known[admitted.seq_id] = len(admitted.prompt_token_ids) + len(admitted.output_token_ids)
         verdicts = {}
+        candidates: dict[str, dict[int, list]] = {}
         for row in plan.scheduled:
-            verdicts |= self.compute(row)
+            if row.samples:
+                assert row.start <= self.num_known[row.seq_id], "a sampler would miss tokens"
+                self.num_known[row.seq_id] = max(self.num_known[row.seq_id], row.start + len(row.token_ids))
+            verdicts |= self.compute(row, candidates)
+        for request_id, found in candidates.items():
+            rows = [row for row in plan.scheduled if row.seq_id in found]
+            verdicts |= self.advance_beams(request_id, found, [sample.seq_id for row in rows for sample in row.samples[1:]])
         self.scheduler.commit(plan, verdicts)
         self.scheduler.blocks.check()
 
-    def compute(self, row) -> dict[int, Verdict]:
+    def advance_beams(self, request_id: str, found: dict[int, list], unborn: list[int]) -> dict[int, Verdict]:
+        live, answers = self.beams[request_id]
+        assert found.keys() == live.keys(), "beams take their step together"
+        rules = beam_rules(self.scheduler.group(request_id).request)
+        step = advance(list(live.values()), answers, [found[seq_id] for seq_id in live], rules)
+        parents, self.beams[request_id] = list(live), ({}, step.answers)
+        if step.is_done:
+            self.texts[request_id] = {place: list(answer.token_ids) for place, answer in enumerate(step.answers)}
+            return dict.fromkeys(parents, Verdict((), FinishReason.STOP))
+        verdicts: dict[int, Verdict] = {}
+        for beam in step.live:
+            parent = parents[beam.parent]
+            seq_id = unborn.pop() if parent in verdicts else parent
+            verdicts[seq_id] = Verdict(beam.token_ids[-1:], None, None if seq_id == parent else parent)
+            self.beams[request_id][0][seq_id] = beam
+        return {parent: Verdict((), FinishReason.STOP) for parent in parents} | verdicts
+
+    def compute(self, row, candidates) -> dict[int, Verdict]:
         group = self.scheduler.group_of(row.seq_id)
         request = group.request
         history = []
@@ -76,6 +121,10 @@ class FakeRun:
         if not row.samples and request.max_tokens == 0 and len(history) == len(request.prompt_token_ids):
             return {row.seq_id: Verdict((), FinishReason.LENGTH)}
         verdicts = {}
+        if request.sampling_params.use_beam_search:
+            if row.samples:
+                candidates.setdefault(request.request_id, {})[row.seq_id] = unique(next_candidates(history))
+            return {}
         for sample in row.samples:
             token_id = next_token(history, sample.seed)
             num_outputs = len(history) - len(request.prompt_token_ids) + 1
@@ -96,8 +145,8 @@ class FakeRun:
 
 def solo_answers(request: Request) -> list[list[int]]:
     """What the request would get with all the memory in the world and nobody else."""
-    from pagestream.engine.core.seeds import seed_of_answer
-
+    if request.sampling_params.use_beam_search:
+        return solo_beams(request)
     answers = []
     for index in range(request.sampling_params.num_sequences if request.max_tokens else 0):
         tokens: list[int] = []
@@ -107,6 +156,16 @@ def solo_answers(request: Request) -> list[list[int]]:
                 break
         answers.append(tokens)
     return answers
+
+
+def solo_beams(request: Request) -> list[list[int]]:
+    """The same with beams that hold lists and no blocks."""
+    live, answers, is_done = (Beam(),), (), request.max_tokens == 0
+    while not is_done:
+        candidates = [unique(next_candidates([*request.prompt_token_ids, *beam.token_ids])) for beam in live]
+        step = advance(live, answers, candidates, beam_rules(request))
+        live, answers, is_done = step.live, step.answers, step.is_done
+    return [list(answer.token_ids) for answer in answers]
 
 
 class FailingManager(BlockManager):

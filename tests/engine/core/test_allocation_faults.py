@@ -18,6 +18,7 @@ def scripted_requests():
         make_request("same head", [1, 2, 3] * 5, 10),
         make_request("prompt only", [7] * 9, 0),
         make_request("forked again", [4, 5] * 5, 6, n=2),
+        make_request("beams", [4, 5, 6] * 3, 7, n=3, beams=True),
     ]
 
 

@@ -31,7 +31,8 @@ def loads(draw):
         if most_blocks(len(prompt), 0, n, BLOCK_SIZE) > num_blocks:
             continue
         max_tokens = draw(st.integers(0, max(0, min(most, 30))))
-        requests.append(make_request(str(index), prompt, max_tokens, n=n, salt=draw(st.sampled_from(["", "x"]))))
+        beams = n > 1 and draw(st.booleans())
+        requests.append(make_request(str(index), prompt, max_tokens, n=n, beams=beams, salt=draw(st.sampled_from(["", "x"]))))
     return num_blocks, requests
 
 
@@ -211,6 +212,42 @@ def test_forks_share_their_prompt():
     num_together = together.blocks.device.num_blocks - together.blocks.device.num_free
     assert num_together <= num_separate / 4
     assert together.counters.num_copied_blocks == 0  # the prompt ends with a block, so nobody writes into a shared one
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_beams_that_give_way_go_on_as_if_they_had_not(mode):
+    scheduler = make_scheduler(19, swap=40, mode=mode, cache=False, budget=64)
+    run = FakeRun(scheduler)
+    first = make_request("first", [1] * 30, 28)
+    beams = make_request("beams", [2] * 22, 14, n=3, beams=True)
+    run.add(first)
+    run.add(beams)
+    group = scheduler.group("beams")
+    peak = 0
+    while scheduler.num_unfinished:
+        run.step()
+        assert group.num_live_sequences == 3 or not group.num_live_sequences
+        assert len(group.sequences) <= 3
+        peak = max(peak, scheduler.blocks.num_distinct(group.unfinished))
+    assert group.timeline.num_preemptions > 0
+    assert peak <= most_blocks(22, 14, 3, BLOCK_SIZE)
+    assert run.answers("beams") == solo_answers(beams)
+    assert len(run.answers("beams")) == 3
+    assert run.answers("first") == solo_answers(first)
+    assert scheduler.counters.num_copied_blocks > 0
+
+
+def test_beams_alone_never_need_more_than_their_bound():
+    for prompt, width in ((3, 2), (4, 3), (17, 4), (21, 5)):
+        num_blocks = most_blocks(prompt, 16, width, BLOCK_SIZE)
+        scheduler = make_scheduler(num_blocks, cache=False, budget=16)
+        run = FakeRun(scheduler)
+        request = make_request("beams", [7] * prompt, 16, n=width, beams=True)
+        run.add(request)
+        run.run()
+        assert run.answers("beams") == solo_answers(request)
+        assert scheduler.counters.num_preempted_recompute == 0
+        assert scheduler.blocks.device.num_free == num_blocks
 
 
 def test_plans_are_the_same_bytes_at_every_run():
