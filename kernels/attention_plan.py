@@ -43,34 +43,51 @@ class AttentionConfig:
     long_programs_per_sm: int = 1
 
 
-def choose_config(head_size: int, heads_per_kv: int, *, arch: int | str = 90, quantised: bool = False, exact: bool = False) -> AttentionConfig:
+def choose_config(
+    head_size: int, heads_per_kv: int, *, arch: int | str = 90, quantised: bool = False, exact: bool = False
+) -> AttentionConfig:
     """The config for a model and GPU, from the table that static analysis gave (kernels/README.md, tuning record).
 
     arch: 80, 90, 100, … on NVIDIA, "gfx942" or the like on AMD.
     exact: give a row the same bits in a long prompt chunk as in a decode step, by sending every sequence to the same kernel.
     """
     rows = max(16, triton.next_power_of_2(heads_per_kv))
-    is_amd, is_old, is_even = isinstance(arch, str), isinstance(arch, int) and arch < 90, head_size in (64, 128, 256)
-    if quantised:
-        tile = 32 if head_size > 128 or is_amd or not is_even else 64
-        long_tile, long_rows, long_warps = (16 if head_size > 128 and not is_amd else 32), (32 if is_amd else 64), (4 if is_amd else 8)
-    else:
-        tile = 128 if head_size <= 64 else 64
-        if head_size > 128 or (is_old and head_size == 80):
-            tile = 32
-        if is_old and head_size == 64:
-            tile = 64
-        long_tile, long_rows, long_warps = 64, 128, 8
-        if is_amd or is_old:
-            long_rows, long_warps = 64, 4
-            long_tile = 32 if is_old and head_size in (112, 128) else 64
-        if head_size > 128:
-            long_tile, long_rows = 32, 64
-            long_warps = 8 if isinstance(arch, int) else 4
+    tile, num_stages = _short_sizes(head_size, arch, quantised)
+    long_tile, long_rows, long_warps = _long_sizes(head_size, arch, quantised)
     return AttentionConfig(
-        short_query=1 << 30 if exact else 16, tile=tile, rows=rows, programs_per_sm=3 if head_size <= 128 and not quantised else 2,
-        long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps, long_programs_per_sm=2 if long_warps == 4 else 1,
+        short_query=1 << 30 if exact else 16, tile=tile, rows=rows, num_stages=num_stages,
+        programs_per_sm=3 if head_size <= 128 and not quantised else 2,
+        long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps,
+        long_programs_per_sm=2 if long_warps == 4 else 1,
     )  # fmt: skip
+
+
+def _short_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, int]:
+    """Tile and pipeline stages: the largest tile of the head size's part without a spilled register."""
+    is_old = isinstance(arch, int) and arch < 90
+    if head_size > 128:
+        return 32, 2 if quantised and isinstance(arch, int) and arch >= 100 else 3
+    if quantised:
+        return 32 if isinstance(arch, str) or head_size not in (64, 128) else 64, 3
+    if head_size <= 64:
+        return 64 if is_old else 128, 3
+    return 32 if is_old and head_size == 80 else 64, 3
+
+
+def _long_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, int, int]:
+    """Tile, rows and warps; fewer than 64 rows are below what the larger matrix units take."""
+    is_amd, is_old = isinstance(arch, str), isinstance(arch, int) and arch < 90
+    if quantised:
+        if is_amd or (head_size > 128 and not is_old):
+            return 32, 32, 4
+        return 16 if head_size > 128 else 32, 64, 8
+    if head_size > 128:
+        return 32, 64, 4 if is_amd else 8
+    if is_amd:
+        return 64, 64, 4
+    if is_old:
+        return 32 if head_size in (112, 128) else 64, 64, 4
+    return 64, 128, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +137,8 @@ def make_workspace(
         partials=torch.empty(rows, width, dtype=torch.float32, device=device),
         arrivals=torch.zeros(num_slots, num_kv_heads, 2, dtype=torch.int32, device=device),
         tickets=torch.zeros(2, dtype=torch.int32, device=device),
-        num_programs=num_programs, num_long_programs=num_sms * config.long_programs_per_sm, num_slots=num_slots, own_slots=own_slots, max_seq_len=max_seq_len,
+        num_programs=num_programs, num_long_programs=num_sms * config.long_programs_per_sm,
+        num_slots=num_slots, own_slots=own_slots, max_seq_len=max_seq_len,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What the attention kernels share: one tile of keys and values, the online softmax, and the merge of two softmax states.
 
 A head's D elements are handled in two parts, A = [A_SIZE] and B = [B_SIZE], each in a tile whose width is the next power of two:
-- pages in 16 or 32 bit: the largest power of two, and the rest, which is nothing where D is a power of two.  Padding D to the next
-  power instead would cost head sizes 80 and 96 a third of their instructions.
+- pages in 16 or 32 bit: the largest power of two, and the rest, nothing where D is a power of two.  Padding D to the next power
+  instead would cost head sizes 80 and 96 a third of their instructions.
 - 8-bit pages: the even and the odd elements.  Two codes are read as one 16-bit word and taken apart in registers, because the
   matrix units' transposing load knows no bytes; the queries and the output are addressed with a step of 2.
 
@@ -52,7 +52,15 @@ def dot(x, y, UPCAST: tl.constexpr):
 
 @triton.jit
 def load_queries(
-    base, offsets, live, D: tl.constexpr, A_SIZE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr
+    base,
+    offsets,
+    live,
+    D: tl.constexpr,
+    A_SIZE: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    B_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Both parts of the query rows, in the dtype to multiply in, and each row's sum where integer codes need it."""
     a_cols = tl.arange(0, A_BLOCK)
@@ -62,7 +70,9 @@ def load_queries(
         a = a.to(tl.float32).to(KIND)
         b = a
         if D > A_SIZE:
-            b = tl.load(base + offsets[:, None] + A_SIZE + b_cols[None, :], mask=live[:, None] & (b_cols < D - A_SIZE)[None, :], other=0.0)
+            b = tl.load(
+                base + offsets[:, None] + A_SIZE + b_cols[None, :], mask=live[:, None] & (b_cols < D - A_SIZE)[None, :], other=0.0
+            )
             b = b.to(tl.float32).to(KIND)
         row_sum = tl.zeros_like(offsets).to(tl.float32)
     else:
@@ -201,7 +211,17 @@ def initial_state(m, den, a, b, sinks_ptr, heads):
 
 @triton.jit
 def store_output(
-    out_ptr, offsets, live, den, a, b, D: tl.constexpr, A_SIZE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    out_ptr,
+    offsets,
+    live,
+    den,
+    a,
+    b,
+    D: tl.constexpr,
+    A_SIZE: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    B_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Divide and write; a row that saw no key becomes 0."""
     norm = tl.where(den > 0.0, den, 1.0)

@@ -5,7 +5,8 @@ so their tensors are [B, G, K, D + 4]: of the K * (D + 4) bytes of a block and h
 token, and the last 4 * K the scales.  Scales so travel with their block through every copy and swap, and both parts start
 at multiples of 16 bytes because K is a multiple of 16 and D of 4.
 
-A value is code * scale, scale = amax / max_code; integer codes are stored plus 128.  Unlike one scale per tensor, this needs no calibration and cannot saturate.
+A value is code * scale, scale = amax / max_code; integer codes are stored plus 128.  Unlike one scale per tensor, this needs no
+calibration and cannot saturate.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def page_words(cache: Tensor) -> Tensor:
     return cache.view(torch.int16) if is_quantised(cache.dtype) else cache
 
 
-def allocate_pages(num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype, device: str) -> Tensor:
+def allocate_pages(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype, device: str
+) -> Tensor:
     """Pages of zeros, [B, G, K, D] or the 8-bit layout."""
     return torch.zeros(num_blocks, num_kv_heads, block_size, page_width(head_size, dtype), dtype=dtype, device=device)
 
@@ -56,7 +59,9 @@ def allocate_pages(num_blocks: int, num_kv_heads: int, block_size: int, head_siz
 def check_pages(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raises ValueError unless both are contiguous page tensors of one shape and dtype."""
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or k_cache.dim() != 4:
-        raise ValueError(f"k_cache {tuple(k_cache.shape)} {k_cache.dtype} and v_cache {tuple(v_cache.shape)} {v_cache.dtype} differ")
+        raise ValueError(
+            f"k_cache {tuple(k_cache.shape)} {k_cache.dtype} and v_cache {tuple(v_cache.shape)} {v_cache.dtype} differ"
+        )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("pages must be contiguous")
     if k_cache.shape[2] % 16:

@@ -28,7 +28,11 @@ from pagestream.kernels.paged_prefill import paged_prefill
 def _store_state(
     base_ptr, rows, live, m, den, a, b, D: tl.constexpr, A_SIZE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr
 ):
-    """Write the live rows' states into rows of D + 4 floats, and let no thread go on before all have written."""
+    """Write the live rows' states into rows of D + 4 floats.
+
+    No thread writes before all have read what may lie there, and none goes on before all have written.
+    """
+    tl.debug_barrier()
     base = base_ptr + rows * (D + 4)
     a_cols = tl.arange(0, A_BLOCK)[None, :]
     tl.store(base[:, None] + a_cols, a, mask=live[:, None] & (a_cols < A_SIZE))
@@ -72,11 +76,11 @@ def _fold(
     return m, den, a, b
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "q_stride"])
 def _paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
+    q_ptr, q_stride, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
     items_ptr, count_ptr, ticket_ptr, partials_ptr, arrivals_ptr,
-    Q_STRIDE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, LEAF: tl.constexpr, GROUP: tl.constexpr, OWN_SLOTS: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -90,10 +94,11 @@ def _paged_attention_kernel(
     HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     PER_KV: tl.constexpr = H // G
     BLOCK: tl.constexpr = M // PER_KV
+    q_stride = tl.multiple_of(q_stride, 8)
     total = tl.load(count_ptr) * G
     work = tl.program_id(0)
     while work < total:
-        # Drawn before the work, so that its latency is hidden.  One ticket per item: whoever draws the last one resets the counter.
+        # Drawn before the work, to hide its latency.  One ticket per item: whoever draws the last one resets the counter.
         ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
         if ticket == total - 1:
             tl.store(ticket_ptr, 0)
@@ -116,8 +121,8 @@ def _paged_attention_kernel(
         block_len = tl.minimum(query_len - query_block * BLOCK, BLOCK)
         first_position = seq_len - query_len + query_block * BLOCK
         end = first_position + block_len
-        q_base = q_ptr + query_first.to(tl.int64) * Q_STRIDE
-        q_offsets = token * Q_STRIDE + heads * D
+        q_base = q_ptr + query_first.to(tl.int64) * q_stride
+        q_offsets = token * q_stride + heads * D
         q_a, q_b, q_sum = load_queries(q_base, q_offsets, live, D, A_SIZE, A_BLOCK, B_BLOCK, FORMAT, COMPUTE)
         k_base = k_ptr + head * HEAD
         v_base = v_ptr + head * HEAD
@@ -152,7 +157,19 @@ def _paged_attention_kernel(
                 group_first = tl.maximum(low, group * GROUP)
                 group_leaves = tl.minimum(high, (group + 1) * GROUP) - group_first
                 group_row = leaf_row + tl.where(is_split, group_first - low, 0) * leaf_step
-                _store_state(partials_ptr, group_row + (this_leaf - group_first) * leaf_step, live, m, den, a, b, D, A_SIZE, A_BLOCK, B_BLOCK)
+                _store_state(
+                    partials_ptr,
+                    group_row + (this_leaf - group_first) * leaf_step,
+                    live,
+                    m,
+                    den,
+                    a,
+                    b,
+                    D,
+                    A_SIZE,
+                    A_BLOCK,
+                    B_BLOCK,
+                )
                 counter = counters + (group_first - low) * block_len * (G * 2)
                 arrived = this_leaf - group_first
                 if leaf >= 0:
@@ -160,7 +177,20 @@ def _paged_attention_kernel(
                 if arrived == group_leaves - 1:
                     m, den, a, b = empty_state(M, A_BLOCK, B_BLOCK)
                     m, den, a, b = _fold(
-                        m, den, a, b, partials_ptr, group_row, leaf_step, leaf_step, group_leaves, live, D, A_SIZE, A_BLOCK, B_BLOCK
+                        m,
+                        den,
+                        a,
+                        b,
+                        partials_ptr,
+                        group_row,
+                        leaf_step,
+                        leaf_step,
+                        group_leaves,
+                        live,
+                        D,
+                        A_SIZE,
+                        A_BLOCK,
+                        B_BLOCK,
                     )
                     # In the sequence's slots the result takes the place of the group's first leaf, which nobody needs any more.
                     result_row = group_row + tl.where(is_split, 0, GROUP + group - first_group) * leaf_step
@@ -213,24 +243,35 @@ def paged_attention(
     (num_tokens, num_heads, head_size), (_, num_kv_heads, block_size, _) = q.shape, k_cache.shape
     if head_size_of(k_cache) != head_size or num_heads % num_kv_heads or head_size % 8:
         raise ValueError(f"q {tuple(q.shape)} does not fit pages {tuple(k_cache.shape)}")
-    if q.stride(2) != 1 or q.stride(1) != head_size:
-        raise ValueError("the heads of a token must lie one after another")
+    if q.stride(2) != 1 or q.stride(1) != head_size or q.stride(0) % 8:
+        raise ValueError("the heads of a token must lie one after another, and tokens a multiple of 8 elements apart")
     if config.leaf % config.tile or config.rows < num_heads // num_kv_heads:
         raise ValueError(f"{config} does not fit {num_heads // num_kv_heads} heads per KV head")
     out = torch.empty(num_tokens, num_heads, head_size, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
     _paged_attention_kernel[(workspace.num_programs,)](
-        q, page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
+        q, q.stride(0), page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
         plan.seq_lens, plan.query_start, plan.short_items, plan.counts, workspace.tickets,
         workspace.partials, workspace.arrivals,
-        Q_STRIDE=q.stride(0), H=num_heads, G=num_kv_heads, K=block_size, D=head_size,
+        H=num_heads, G=num_kv_heads, K=block_size, D=head_size,
         SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
         M=config.rows, TILE=config.tile, LEAF=config.leaf, GROUP=config.group, OWN_SLOTS=workspace.own_slots, UPCAST=upcast,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if plan.has_long:
         paged_prefill(
-            q, k_cache, v_cache, block_tables, plan, workspace, config, out, scale=scale, softcap=softcap, sinks=sinks, upcast=upcast
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            plan,
+            workspace,
+            config,
+            out,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            upcast=upcast,
         )
     return out

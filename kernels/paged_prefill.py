@@ -1,4 +1,4 @@
-"""Attention of many query tokens per sequence over paged keys and values: prompts and their chunks, with or without a cached prefix.
+"""Attention of many query tokens per sequence over pages: prompts and their chunks, with or without a cached prefix.
 
 Shapes:  as kernels.paged_attention.
 Floor:   4 H D FLOPs per pair of query and visible key, 2 H D S^2 for a prompt of S tokens; 2 G D e bytes per key and block of
@@ -19,12 +19,13 @@ from pagestream.kernels.attention_tile import PLAIN, attend_tile, empty_state, i
 from pagestream.kernels.kv_format import page_format, page_words
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "q_stride"])
 def _paged_prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
+    q_ptr, q_stride, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
     items_ptr, count_ptr, ticket_ptr,
-    Q_STRIDE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float16 if FORMAT != PLAIN and q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
     POWER: tl.constexpr = triton.next_power_of_2(D)
@@ -35,6 +36,7 @@ def _paged_prefill_kernel(
     HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     PER_KV: tl.constexpr = H // G
     BLOCK: tl.constexpr = M // PER_KV
+    q_stride = tl.multiple_of(q_stride, 8)
     total = tl.load(count_ptr) * G
     work = tl.program_id(0)
     while work < total:
@@ -55,8 +57,8 @@ def _paged_prefill_kernel(
         position = tl.where(live, seq_len - query_len + token, -1)
         first_position = seq_len - query_len + query_block * BLOCK
         end = first_position + tl.minimum(query_len - query_block * BLOCK, BLOCK)
-        q_base = q_ptr + query_first.to(tl.int64) * Q_STRIDE
-        q_offsets = token * Q_STRIDE + heads * D
+        q_base = q_ptr + query_first.to(tl.int64) * q_stride
+        q_offsets = token * q_stride + heads * D
         q_a, q_b, q_sum = load_queries(q_base, q_offsets, live, D, A_SIZE, A_BLOCK, B_BLOCK, FORMAT, COMPUTE)
         k_base = k_ptr + head * HEAD
         v_base = v_ptr + head * HEAD
@@ -101,9 +103,10 @@ def paged_prefill(
     """The long sequences' part of kernels.paged_attention, which checks the arguments and calls this; writes into out."""
     _, num_heads, head_size = q.shape
     _paged_prefill_kernel[(workspace.num_long_programs,)](
-        q, page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
+        q, q.stride(0), page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
         plan.seq_lens, plan.query_start, plan.long_items, plan.counts[1:], workspace.tickets[1:],
-        Q_STRIDE=q.stride(0), H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size,
-        SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache), M=config.long_rows, TILE=config.long_tile, UPCAST=upcast,
+        H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size,
+        SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
+        M=config.long_rows, TILE=config.long_tile, UPCAST=upcast,
         num_warps=config.long_num_warps, num_stages=config.long_num_stages,
     )  # fmt: skip

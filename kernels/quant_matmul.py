@@ -8,7 +8,7 @@ Floor:   N K / 2 bytes (4 bit) or N K (8 bit), and 2 N K / group scales and mini
 How:     Codes become floats by putting them into the low digits of a constant, 128 in bfloat16 and 1024 in float16; the constant,
          and the minimum, come out again as a multiple of the row's sum.  So a group costs one multiplication of its sum instead
          of one of each weight.  K is cut into splits that depend on the shape alone; the last arriver adds them up in order.
-Source:  Dettmers et al. 2023, SpQR, and llama.cpp's Q4_1 for the format; Kim et al. 2022, Who Says Elephants Can't Run, for the digits.
+Source:  llama.cpp's Q4_1 for the format; Kim et al. 2022, Who Says Elephants Can't Run, for the digits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pagestream.kernels.attention_tile import dot
 
-ROWS, COLS = 16, 64
+ROWS, COLS = 16, 128
 PIECE = 64  # elements of K in one piece
 MAX_ROWS = 1024
 MIN_PROGRAMS = 256  # aimed at by splitting K
@@ -63,21 +63,23 @@ def pack(codes: Tensor, scales: Tensor, minimums: Tensor, *, bits: int, group: i
 
 
 @triton.jit
-def _digits(codes, KIND: tl.constexpr):
-    """Codes of 8 bit at most as floats, too large by _offset."""
-    if KIND == tl.float16:
-        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+def _digits(codes, kind: tl.constexpr):
+    """Codes of 8 bit at most as floats; in float16 1024 too large."""
+    if kind == tl.float16:
+        floats = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
     else:
-        return codes.to(tl.float32).to(KIND)
+        floats = codes.to(tl.float32).to(kind)
+    return floats
 
 
 @triton.jit
-def _nibbles(codes, KIND: tl.constexpr):
-    """As _digits, for codes below 16, which fit into the digits of bfloat16 too."""
-    if KIND == tl.bfloat16:
-        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+def _nibbles(codes, kind: tl.constexpr):
+    """As _digits, for codes below 16, which fit into the digits of bfloat16 too: there they come out 128 too large."""
+    if kind == tl.bfloat16:
+        floats = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     else:
-        return _digits(codes, KIND)
+        floats = _digits(codes, kind)
+    return floats
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -86,12 +88,12 @@ def _quant_matmul_kernel(
     X_STRIDE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    KIND: tl.constexpr = x_ptr.dtype.element_ty
+    kind: tl.constexpr = x_ptr.dtype.element_ty
     BYTES: tl.constexpr = 8 * BITS
     RUN: tl.constexpr = 32 if BITS == 4 else 64
     STEP: tl.constexpr = 64 if GROUP < 64 else GROUP
     NUM_STEPS: tl.constexpr = K // STEP
-    OFFSET: tl.constexpr = (1024.0 if KIND == tl.float16 else (128.0 if KIND == tl.bfloat16 and BITS == 4 else 0.0))
+    OFFSET: tl.constexpr = 1024.0 if kind == tl.float16 else (128.0 if kind == tl.bfloat16 and BITS == 4 else 0.0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     split = tl.program_id(2)
@@ -110,8 +112,8 @@ def _quant_matmul_kernel(
             if BITS == 4:
                 words = tl.load(at + run[None, :], mask=col_mask[:, None], other=0)
                 x_high = tl.load(x_base + piece * 64 + 32, mask=row_mask[:, None], other=0.0)
-                low_dot = dot(x_low, tl.trans(_nibbles(words & 15, KIND)), UPCAST)
-                high_dot = dot(x_high, tl.trans(_nibbles(words >> 4, KIND)), UPCAST)
+                low_dot = dot(x_low, tl.trans(_nibbles(words & 15, kind)), UPCAST)
+                high_dot = dot(x_high, tl.trans(_nibbles(words >> 4, kind)), UPCAST)
                 low_sum = tl.sum(x_low.to(tl.float32), axis=1)
                 high_sum = tl.sum(x_high.to(tl.float32), axis=1)
                 if GROUP == 32:
@@ -132,10 +134,10 @@ def _quant_matmul_kernel(
                     words = tl.load(at + run[None, :], mask=col_mask[:, None], other=0).to(tl.float32)
                     scale = tl.load(scales_ptr + group_of, mask=col_mask[:, None], other=0.0).to(tl.float32)
                     minimum = tl.load(minimums_ptr + group_of, mask=col_mask[:, None], other=0.0).to(tl.float32)
-                    sums += dot(x_low, tl.trans((words * scale + minimum).to(KIND)), UPCAST)
+                    sums += dot(x_low, tl.trans((words * scale + minimum).to(kind)), UPCAST)
                 else:
                     words = tl.load(at + run[None, :], mask=col_mask[:, None], other=0)
-                    group_dot += dot(x_low, tl.trans(_digits(words, KIND)), UPCAST)
+                    group_dot += dot(x_low, tl.trans(_digits(words, kind)), UPCAST)
                     group_sum += tl.sum(x_low.to(tl.float32), axis=1)
         if GROUP > 32:
             scale = tl.load(scales_ptr + step * N + cols, mask=col_mask, other=0.0).to(tl.float32)
@@ -164,8 +166,7 @@ def quant_matmul(x: Tensor, weight: QuantisedWeight, *, upcast: bool = False) ->
     """x times the transposed weight.
 
     Shapes:  x [T, K] with contiguous rows, T <= 1024.  Returns [T, N], dtype of x.
-    Numbers: codes times x exactly, sums in float32, the sums of the splits in order; a row depends on itself alone, and on nothing
-             of the batch.  Launches that share a weight must follow one another on one stream.
+    Numbers: codes times x exactly, sums in float32, the sums of the splits in order; a row depends on itself alone.  Launches that share a weight must follow one another on one stream.
     Raises:  ValueError on shapes that do not fit.
     upcast:  multiply in float32; the interpreter needs it for bfloat16.
     Oracle:  kernels.reference.quant_matmul

@@ -106,7 +106,7 @@ def paged_attention(
     keys, values = read_pages(k_cache), read_pages(v_cache)
     group, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
     for s, seq_len in enumerate(seq_lens.tolist()):
-        first, last = query_start[s].item(), query_start[s + 1].item()
+        first, last = int(query_start[s]), int(query_start[s + 1])
         if first == last:
             continue
         blocks = block_tables[s, : math.ceil(seq_len / block_size)].long()
@@ -176,9 +176,7 @@ def kept_tokens(scores: Tensor, *, top_k: int, top_p: float, min_p: float) -> Te
     return keep & (scores >= floor)
 
 
-def sampling_scores(
-    x: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
-) -> Tensor:
+def sampling_scores(x: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> Tensor:
     """The noisy scores of one row of processed logits; a sampler must choose their maximum."""
     if temperature < 1e-5:
         return x

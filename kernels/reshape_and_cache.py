@@ -17,7 +17,17 @@ from pagestream.kernels.kv_format import MAX_CODE, check_pages, head_size_of, is
 
 
 @triton.jit
-def _norm(a, b, c, weight_ptr, EPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr):
+def _norm(
+    a,
+    b,
+    c,
+    weight_ptr,
+    EPS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
     """RMSNorm of heads given as first half, second half and unrotated rest; rounded as kernels.rms_norm does."""
     half = tl.arange(0, HALF_BLOCK)
     rest = tl.arange(0, REST_BLOCK)
@@ -25,14 +35,24 @@ def _norm(a, b, c, weight_ptr, EPS: tl.constexpr, D: tl.constexpr, HALF: tl.cons
     scale = tl.rsqrt(squares / D + EPS)[:, None]
     kind = weight_ptr.dtype.element_ty
     a = (a * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-    b = (b * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+    b = (b * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)[
+        None, :
+    ]
     c_weight = tl.load(weight_ptr + 2 * HALF + rest, mask=rest < D - 2 * HALF, other=0.0).to(tl.float32)
     c = (c * scale).to(kind).to(tl.float32) * c_weight[None, :]
     return a.to(kind).to(tl.float32), b.to(kind).to(tl.float32), c.to(kind).to(tl.float32)
 
 
 @triton.jit
-def _load_heads(row_ptr, heads, num_heads: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr):
+def _load_heads(
+    row_ptr,
+    heads,
+    num_heads: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
     half = tl.arange(0, HALF_BLOCK)
     rest = tl.arange(0, REST_BLOCK)
     half_mask = (heads < num_heads)[:, None] & (half < HALF)[None, :]
@@ -78,12 +98,13 @@ def _write_page(
     tl.store(base + 2 * HALF + rest, _cast(c, page_ptr, scale, QUANTISED, INTEGER, MAX), mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride"])
 def _reshape_and_cache_kernel(
-    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, positions_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
-    Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr,
+    slots_ptr, positions_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, QUANTISED: tl.constexpr, INTEGER: tl.constexpr, MAX: tl.constexpr,
+    ROTARY: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    QUANTISED: tl.constexpr, INTEGER: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -95,14 +116,14 @@ def _reshape_and_cache_kernel(
     one = tl.arange(0, 1)
 
     k_a, k_b, k_c, _, k_half_mask, k_rest_mask = _load_heads(
-        k_ptr + token * K_STRIDE + head * D, one, 1, D, HALF, HALF_BLOCK, REST_BLOCK
+        k_ptr + token * tl.multiple_of(k_stride, 8) + head * D, one, 1, D, HALF, HALF_BLOCK, REST_BLOCK
     )
     if NORM:
         k_a, k_b, k_c = _norm(k_a, k_b, k_c, k_norm_ptr, EPS, D, HALF, HALF_BLOCK, REST_BLOCK)
     if ROTARY or NORM:
         heads = tl.arange(0, GROUP_BLOCK)
         q_a, q_b, q_c, q_base, q_half_mask, q_rest_mask = _load_heads(
-            q_ptr + token * Q_STRIDE + head * GROUP * D, heads, GROUP, D, HALF, HALF_BLOCK, REST_BLOCK
+            q_ptr + token * tl.multiple_of(q_stride, 8) + head * GROUP * D, heads, GROUP, D, HALF, HALF_BLOCK, REST_BLOCK
         )
         if NORM:
             q_a, q_b, q_c = _norm(q_a, q_b, q_c, q_norm_ptr, EPS, D, HALF, HALF_BLOCK, REST_BLOCK)
@@ -120,7 +141,7 @@ def _reshape_and_cache_kernel(
             tl.store(q_base + 2 * HALF + rest[None, :], q_c, mask=q_rest_mask)
     if slot >= 0:
         v_a, v_b, v_c, _, v_half_mask, v_rest_mask = _load_heads(
-            v_ptr + token * V_STRIDE + head * D, one, 1, D, HALF, HALF_BLOCK, REST_BLOCK
+            v_ptr + token * tl.multiple_of(v_stride, 8) + head * D, one, 1, D, HALF, HALF_BLOCK, REST_BLOCK
         )
         _write_page(
             k_a, k_b, k_c, k_cache_ptr, k_scale_ptr, slot, head, k_half_mask, k_rest_mask,
@@ -156,8 +177,8 @@ def reshape_and_cache(
     (num_tokens, num_heads, head_size), num_kv_heads = q.shape, k.shape[1]
     if head_size_of(k_cache) != head_size or k_cache.shape[1] != num_kv_heads or num_heads % num_kv_heads:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} do not fit pages {tuple(k_cache.shape)}")
-    if any(x.stride(2) != 1 or x.stride(1) != head_size for x in (q, k, v)):
-        raise ValueError("the heads of a token must lie one after another")
+    if any(x.stride(2) != 1 or x.stride(1) != head_size or x.stride(0) % 8 for x in (q, k, v)):
+        raise ValueError("the heads of a token must lie one after another, and tokens a multiple of 8 elements apart")
     if (table is None) != (positions is None) or (q_norm is None) != (k_norm is None):
         raise ValueError("table and positions, q_norm and k_norm go together")
     if table is not None and table.shape[1] > head_size:
@@ -166,10 +187,9 @@ def reshape_and_cache(
     half = table.shape[1] // 2 if table is not None else 1 << (head_size.bit_length() - 2)
     if num_tokens:
         _reshape_and_cache_kernel[(num_tokens, num_kv_heads)](
-            q, k, v, k_cache, v_cache, scales_view(k_cache), scales_view(v_cache), slots,
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), k_cache, v_cache, scales_view(k_cache), scales_view(v_cache), slots,
             slots if positions is None else positions, slots if table is None else table,
             q if q_norm is None else q_norm, k if k_norm is None else k_norm,
-            Q_STRIDE=q.stride(0), K_STRIDE=k.stride(0), V_STRIDE=v.stride(0),
             H=num_heads, G=num_kv_heads, K=k_cache.shape[2], D=head_size, HALF=half,
             ROTARY=table is not None, NORM=q_norm is not None, EPS=eps,
             QUANTISED=is_quantised(k_cache.dtype), INTEGER=k_cache.dtype == torch.int8, MAX=MAX_CODE.get(k_cache.dtype, 1.0),

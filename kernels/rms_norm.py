@@ -16,7 +16,15 @@ from torch import Tensor
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, eps, N: tl.constexpr, X_STRIDE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    eps,
+    N: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -51,6 +59,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None =
     if num_tokens:
         _rms_norm_kernel[(num_tokens,)](
             x, x if residual is None else residual, weight, y, eps,
-            N=size, X_STRIDE=x.stride(0), BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=min(8, max(1, block // 512)),
+            # One row has no stride: torch may report any, and each would be a kernel of its own.
+            N=size, X_STRIDE=x.stride(0) if num_tokens > 1 else size, BLOCK=block,
+            HAS_RESIDUAL=residual is not None, num_warps=min(8, max(1, block // 512)),
         )  # fmt: skip
     return y

@@ -15,6 +15,7 @@ Source:  Salmon et al. 2011, Philox (7 rounds); Gumbel 1954 for the maximum; ord
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -188,7 +189,9 @@ def _draw_kernel(
     top = tl.max(tops, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     sums = tl.load(stats + 1, mask=blocks < NUM_BLOCKS, other=0.0)
-    lse = base + tl.log(tl.sum(tl.where(sums > 0, sums * tl.exp(tl.where(tops == float("-inf"), 0.0, tops) - base), sums), axis=0))
+    lse = base + tl.log(
+        tl.sum(tl.where(sums > 0, sums * tl.exp(tl.where(tops == float("-inf"), 0.0, tops) - base), sums), axis=0)
+    )
 
     temperature = tl.load(floats + TEMPERATURE)
     top_k = tl.load(ints + TOP_K)
@@ -229,7 +232,9 @@ def _draw_kernel(
                 share = (mass_at_least - mass_above) / tl.maximum(at_least - above, 1).to(tl.float32)
                 needed = tl.maximum(tl.ceil((want - mass_above) / tl.maximum(share, 1e-38)), 1.0)
                 needed = tl.minimum(needed, 1.0 * V).to(tl.int64)
-                num_equal = tl.where(at_least - above > 1, tl.where(keep_from == kept_from, tl.minimum(needed, num_equal), needed), V)
+                num_equal = tl.where(
+                    at_least - above > 1, tl.where(keep_from == kept_from, tl.minimum(needed, num_equal), needed), V
+                )
             if min_p > 0.0:
                 least = _key(peak + tl.log(tl.minimum(min_p, 1.0))).to(tl.int64)
                 num_equal = tl.where(least > keep_from, V, num_equal)
@@ -270,11 +275,13 @@ def sample(logits: Tensor, table: SamplingTable) -> Sampled:
     if logits.stride(1) != 1:
         raise ValueError("rows must be contiguous")
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    options = {"dtype": torch.float32, "device": logits.device}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": logits.device}
     scores = torch.empty(num_rows, vocab_size, **options)
     blocks = torch.empty(num_rows, num_blocks, 3, **options)
     best = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
-    sampled = Sampled(torch.empty(num_rows, dtype=torch.int64, device=logits.device), *(torch.empty(num_rows, **options) for _ in range(2)))
+    sampled = Sampled(
+        torch.empty(num_rows, dtype=torch.int64, device=logits.device), *(torch.empty(num_rows, **options) for _ in range(2))
+    )
     if num_rows == 0:
         return sampled
     sizes = {"V": vocab_size, "STRIDE": logits.stride(0), "BLOCK": BLOCK, "NUM_BLOCKS": num_blocks}
@@ -284,6 +291,6 @@ def sample(logits: Tensor, table: SamplingTable) -> Sampled:
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, scores, blocks, best, table.floats, table.ints, sampled.tokens, sampled.logprobs, sampled.log_sum_exp,
-        **sizes, FOLD=triton.next_power_of_2(num_blocks), num_warps=8,
+        **sizes, FOLD=triton.next_power_of_2(num_blocks), num_warps=16,
     )  # fmt: skip
     return sampled

@@ -151,7 +151,9 @@ def _nvidia_figures(name: str, kernel: Any) -> StaticFigures:
             [assembler, "-v", "--regAllocOptLevel=2", f"--gpu-name=sm_{arch}{suffix}", str(ptx), "-o", str(Path(folder, "k.o"))],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
-        sass = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)], capture_output=True, text=True, check=True
+        ).stdout
     registers = int(re.search(r"Used (\d+) registers", log).group(1))  # type: ignore[union-attr]
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     loop = innermost_loop(sass)

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionMetadata, AttentionSpec, LayerCache
-from pagestream.kernels.attention_plan import AttentionConfig, AttentionPlan, AttentionWorkspace, choose_config, make_plan, make_workspace
+from pagestream.kernels.attention_plan import (
+    AttentionConfig,
+    AttentionPlan,
+    AttentionWorkspace,
+    choose_config,
+    make_plan,
+    make_workspace,
+)
 from pagestream.kernels.kv_format import is_quantised
 from pagestream.kernels.paged_attention import paged_attention
 from pagestream.kernels.reshape_and_cache import reshape_and_cache
@@ -21,7 +28,9 @@ class TritonAttention:
     eagerly before the capture, and pad with sequences that have no query tokens and with slot -1.
     """
 
-    def __init__(self, *, max_seq_len: int, exact: bool = False, config: AttentionConfig | None = None, num_slots: int | None = None):
+    def __init__(
+        self, *, max_seq_len: int, exact: bool = False, config: AttentionConfig | None = None, num_slots: int | None = None
+    ):
         """max_seq_len: no sequence may be longer.  exact: see choose_config; config and num_slots replace the chosen ones."""
         self._max_seq_len = max_seq_len
         self._exact = exact
@@ -35,7 +44,9 @@ class TritonAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         """As the protocol says."""
-        q, k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k, v))
+        q, k, v = (
+            x if x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 else x.contiguous() for x in (q, k, v)
+        )
         reshape_and_cache(q, k, v, cache.k, cache.v, metadata.slot_mapping)
         return self._attend(q, cache, metadata, spec)
 
@@ -77,7 +88,13 @@ class TritonAttention:
         )  # fmt: skip
 
     def _plan(
-        self, metadata: AttentionMetadata, config: AttentionConfig, workspace: AttentionWorkspace, per_kv: int, num_tokens: int, window: int | None
+        self,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        workspace: AttentionWorkspace,
+        per_kv: int,
+        num_tokens: int,
+        window: int | None,
     ) -> AttentionPlan:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self._planned_for is None or self._planned_for[0] is not metadata or self._planned_for[1] != capturing:

@@ -88,7 +88,9 @@ def run(case: Case, config: AttentionConfig = SMALL, *, num_sms: int = 1, num_sl
         num_tokens=case.q.shape[0], max_query_len=max(case.query_lens), window=window,
     )  # fmt: skip
     upcast = case.q.dtype == torch.bfloat16
-    out = paged_attention(case.q, case.k_cache, case.v_cache, case.block_tables, plan, workspace, config, upcast=upcast, **options)
+    out = paged_attention(
+        case.q, case.k_cache, case.v_cache, case.block_tables, plan, workspace, config, upcast=upcast, **options
+    )
     assert not workspace.arrivals.any()
     assert not workspace.tickets.any()
     return out

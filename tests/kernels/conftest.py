@@ -3,7 +3,7 @@
 Triton decides at import whether a kernel is interpreted or compiled, so the two kinds of test cannot share a process:
 - tests/kernels/test_*.py run under TRITON_INTERPRET=1, on CPU tensors, on every machine;
 - tests/kernels/aot/test_*.py compile for GPUs that need not be there, with a fake driver that must not leak into other tests.
-Each kind gets one child pytest for the whole session, started at the first test that needs it.
+Each kind gets one child pytest for the whole session; both start at the first of these tests and run side by side.
 `TRITON_INTERPRET=1 pytest tests/kernels/test_x.py --pdb` runs the first kind directly.
 """
 
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,15 +43,25 @@ class Worker:
         )
         os.close(write_fd)
         self.lines = os.fdopen(read_fd, encoding="utf-8")
+        self.queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # Read as they come: a child whose pipe is full would stand still until its tests are due here.
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.lines:
+            self.queue.put(line)
+        self.queue.put(None)
 
     def reports_of(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
         """The reports of one test up to its teardown; a failure with the child's output if the child died over it."""
-        for line in self.lines:
+        while (line := self.queue.get()) is not None:
             report = item.config.hook.pytest_report_from_serializable(config=item.config, data=json.loads(line))
             assert report.nodeid == item.nodeid, f"the child reports {report.nodeid} where {item.nodeid} is due"
             yield report
             if report.when == "teardown":
                 return
+        self.queue.put(None)  # for the next test of a child that is gone
         self.process.wait()
         self.log.seek(0)
         tail = self.log.read().decode(errors="replace")[-4000:]
@@ -60,6 +72,7 @@ class Worker:
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait()
+        self.reader.join()
         self.lines.close()
         self.log.close()
 
@@ -77,15 +90,24 @@ def is_at_home(kind: str | None) -> bool:
     return kind is None or REPORT_FD in os.environ
 
 
+def start_workers(session: pytest.Session) -> dict[str, Worker]:
+    wanted: dict[str, list[str]] = {}
+    for item in session.items:
+        kind = kind_of(item)
+        if kind is not None and not is_at_home(kind):
+            wanted.setdefault(kind, []).append(item.nodeid)
+    return {kind: Worker(kind, session.config, node_ids) for kind, node_ids in wanted.items()}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     kind = kind_of(item)
     if is_at_home(kind):
         return None
     assert kind is not None
-    workers = item.config.stash.setdefault(WORKERS, {})
-    if kind not in workers:
-        workers[kind] = Worker(kind, item.config, [other.nodeid for other in item.session.items if kind_of(other) == kind])
+    if WORKERS not in item.config.stash:
+        item.config.stash[WORKERS] = start_workers(item.session)
+    workers = item.config.stash[WORKERS]
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in workers[kind].reports_of(item):
         item.ihook.pytest_runtest_logreport(report=report)

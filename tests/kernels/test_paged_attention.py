@@ -40,11 +40,16 @@ def test_more_heads_per_kv_head_than_a_tile_of_16():
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_block_sizes(block_size):
-    check(make_case([(1, block_size), (2, block_size + 1), (1, block_size - 1), (9, block_size + 5)], block_size=block_size), atol=2e-6)
+    check(
+        make_case([(1, block_size), (2, block_size + 1), (1, block_size - 1), (9, block_size + 5)], block_size=block_size),
+        atol=2e-6,
+    )
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 40])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}], ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}], ids=["plain", "softcap", "sinks"]
+)
 def test_windows(window, options):
     check(make_case([(1, 150), (5, 70), (1, 3), (40, 90)], window=window, **options), atol=2e-6)
 
@@ -84,7 +89,12 @@ def test_8_bit_codes_cover_their_whole_range():
         pages[1][1, 0].view(torch.uint8).flatten()[:1024] = codes.to(torch.uint8)
         for page in pages:
             page.view(torch.float32).flatten(2)[1, 0, 256:] = 1.0
-        case = replace(make_case([(1, 16)], heads=1, kv_heads=1), k_cache=pages[0], v_cache=pages[1], block_tables=torch.ones(1, 1, dtype=torch.int32))
+        case = replace(
+            make_case([(1, 16)], heads=1, kv_heads=1),
+            k_cache=pages[0],
+            v_cache=pages[1],
+            block_tables=torch.ones(1, 1, dtype=torch.int32),
+        )
         torch.testing.assert_close(run(case).double(), oracle(case), atol=1e-4, rtol=1e-5)
 
 
@@ -116,7 +126,9 @@ def test_no_query_tokens_at_all():
 @pytest.mark.parametrize("options", [{}, {"window": 50}], ids=["full", "window"])
 def test_a_row_depends_on_its_own_sequence_alone(options):
     """The same bits alone, in a batch, with more or fewer programs, and with no room to split."""
-    case = make_case([(1, 150), (3, 70), (20, 40), (0, 1), (6, 36)], heads=2, kv_heads=1, sinks=torch.tensor([0.5, -1.0]), **options)
+    case = make_case(
+        [(1, 150), (3, 70), (20, 40), (0, 1), (6, 36)], heads=2, kv_heads=1, sinks=torch.tensor([0.5, -1.0]), **options
+    )
     together = run(case)
     for num_slots, num_sms in ((1, 1), (8, 5)):
         assert torch.equal(run(case, num_slots=num_slots, num_sms=num_sms), together)
@@ -191,5 +203,7 @@ def test_refuses_what_does_not_fit(change, message):
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8])
 def test_every_combination(size, heads, kv_heads, block_size, cache_dtype):
     dtype = torch.float16 if cache_dtype == torch.float16 else torch.float32
-    case = make_case(MIXED, size=size, heads=heads, kv_heads=kv_heads, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype, window=33)
+    case = make_case(
+        MIXED, size=size, heads=heads, kv_heads=kv_heads, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype, window=33
+    )
     check(case, atol=4e-3 if dtype == torch.float16 else 3e-5)

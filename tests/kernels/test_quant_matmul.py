@@ -17,8 +17,12 @@ def make_weight(num_outputs: int, num_inputs: int, bits: int, group: int, dtype:
     return codes, scales, -(scales.float() * (1 << bits) / 2).to(dtype)
 
 
-def check(num_rows: int, num_outputs: int, num_inputs: int, *, bits: int, group: int, dtype: torch.dtype, tolerance: float) -> None:
-    codes, scales, minimums = make_weight(num_outputs, num_inputs, bits, group, torch.float16 if dtype == torch.float16 else torch.float32)
+def check(
+    num_rows: int, num_outputs: int, num_inputs: int, *, bits: int, group: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    codes, scales, minimums = make_weight(
+        num_outputs, num_inputs, bits, group, torch.float16 if dtype == torch.float16 else torch.float32
+    )
     x = torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight = pack(codes, scales, minimums, bits=bits, group=group)
     got = quant_matmul(x, weight, upcast=dtype == torch.bfloat16)

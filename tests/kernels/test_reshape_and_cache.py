@@ -27,13 +27,18 @@ def both(q, k, v, pages, slots, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "rotary"), [(4, 1, 64, 64), (6, 2, 80, 80), (3, 3, 96, 48), (8, 2, 128, 128), (5, 1, 112, 28)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "rotary"), [(4, 1, 64, 64), (6, 2, 80, 80), (3, 3, 96, 48), (8, 2, 128, 128), (5, 1, 112, 28)]
+)
 @pytest.mark.parametrize("norm", [False, True])
 def test_rotary_norm_and_write_equal_reference(dtype, heads, kv_heads, size, rotary, norm):
     q, k, v = qkv(5, heads, kv_heads, size, dtype)
     pages = [torch.full((4, kv_heads, 16, size), float("nan"), dtype=dtype) for _ in range(2)]
     slots = torch.tensor([63, 0, 17, -1, 16])
-    options = {"positions": torch.tensor([0, 5, 1000, 0, 3]), "table": rotary_table(10000.0 ** -(torch.arange(rotary // 2) / (rotary // 2)), 1024)}
+    options = {
+        "positions": torch.tensor([0, 5, 1000, 0, 3]),
+        "table": rotary_table(10000.0 ** -(torch.arange(rotary // 2) / (rotary // 2)), 1024),
+    }
     if norm:
         options |= {"q_norm": 1 + q[0, 0] / 4, "k_norm": 1 + k[0, 0] / 4, "eps": 1e-5}
     want_q, want_pages = both(q, k, v, pages, slots, **options)

@@ -11,7 +11,17 @@ from pagestream.kernels import reference, sampling
 from pagestream.kernels.sampling import SamplingTable, sample
 
 VOCAB = 300
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0, "seed": 1, "position": 0}
+PLAIN = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_k": 0,
+    "repetition": 1.0,
+    "frequency": 0.0,
+    "presence": 0.0,
+    "seed": 1,
+    "position": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +45,12 @@ def make_table(rows: list[dict], *, counts=None, in_prompt=None, masks=None) -> 
     floats, ints = torch.zeros(len(rows), 8), torch.zeros(len(rows), 8, dtype=torch.int64)
     bias_start, tokens, values = [0], [], []
     for r, row in enumerate(rows):
-        floats[r, :6] = torch.tensor([row[name] for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")])
-        ints[r, :5] = torch.tensor([row["top_k"], row["seed"], row["position"], row.get("counts_row", -1), row.get("mask_row", -1)])
+        floats[r, :6] = torch.tensor(
+            [row[name] for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")]
+        )
+        ints[r, :5] = torch.tensor(
+            [row["top_k"], row["seed"], row["position"], row.get("counts_row", -1), row.get("mask_row", -1)]
+        )
         tokens += row.get("biases", {}).keys()
         values += row.get("biases", {}).values()
         bias_start.append(len(tokens))
@@ -140,7 +154,12 @@ def test_bias_and_mask():
     masks = torch.rand(3, VOCAB, generator=torch.Generator().manual_seed(1)) < 0.2
     masks[1] = False
     masks[1, 299] = True
-    rows = [{"mask_row": 0}, {"mask_row": 1, "top_p": 0.3}, {"mask_row": 1, "biases": {299: -100.0}}, {"biases": {5: 100.0, 131: -100.0}}]
+    rows = [
+        {"mask_row": 0},
+        {"mask_row": 1, "top_p": 0.3},
+        {"mask_row": 1, "biases": {299: -100.0}},
+        {"biases": {5: 100.0, 131: -100.0}},
+    ]
     rows += [{"biases": {7: 70.0, 280: 100.0}, "temperature": 0.0}, {"mask_row": 2, "top_k": 3}]
     tokens = check(random_logits(6), rows, masks=masks)
     assert tokens[1:5].tolist() == [299, 299, 5, 280]
@@ -161,7 +180,9 @@ def test_half_precision_logits_and_a_slice_of_a_wider_matrix():
 def test_draws_follow_the_probabilities():
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, [3, 50, 200]] = torch.tensor([0.2, 0.5, 0.3]).log()
-    tokens = sample(logits.expand(400, VOCAB).contiguous(), make_table([{"position": position} for position in range(400)])).tokens
+    tokens = sample(
+        logits.expand(400, VOCAB).contiguous(), make_table([{"position": position} for position in range(400)])
+    ).tokens
     shares = [(tokens == token).double().mean().item() for token in (3, 50, 200)]
     assert all(abs(share - want) < 0.08 for share, want in zip(shares, (0.2, 0.5, 0.3), strict=True))
 

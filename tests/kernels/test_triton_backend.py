@@ -23,7 +23,11 @@ def make_cache(dtype: torch.dtype = torch.float32) -> LayerCache:
 def make_step(rows: list[tuple[list[int], int, int]]) -> AttentionMetadata:
     """rows: block table, first position, number of tokens of each sequence."""
     positions = [range(start, start + count) for _, start, count in rows]
-    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for (table, _, _), mine in zip(rows, positions, strict=True) for p in mine]
+    slots = [
+        table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for (table, _, _), mine in zip(rows, positions, strict=True)
+        for p in mine
+    ]
     width = max(len(table) for table, _, _ in rows)
     counts = [count for _, _, count in rows]
     seq_lens = [start + count for _, start, count in rows]
@@ -114,7 +118,9 @@ def test_8_bit_pages_are_written_and_read(dtype):
     spec = AttentionSpec(scale=0.125)
     cache, metadata = make_cache(dtype), STEPS[0]
     got = TritonAttention(max_seq_len=64, config=SMALL, num_slots=64).forward(q, k, v, cache, metadata, spec)
-    want = reference.paged_attention(q, cache.k, cache.v, metadata.block_tables, metadata.seq_lens, metadata.query_start, scale=0.125)
+    want = reference.paged_attention(
+        q, cache.k, cache.v, metadata.block_tables, metadata.seq_lens, metadata.query_start, scale=0.125
+    )
     torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=0)
     if dtype == torch.int8:
         full = TorchAttention().forward(q, k, v, make_cache(), metadata, spec)

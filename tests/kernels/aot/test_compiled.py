@@ -1,0 +1,113 @@
+"""The machine code that real launches get on four GPUs: nothing spilled, the right units, wide copies, and room to be fast.
+
+The thresholds are those of kernels/README.md.  No GPU is needed; what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+import torch
+
+from pagestream.kernels.bench_cases import (
+    AttentionShape,
+    Case,
+    attention_case,
+    copy_case,
+    elementwise_cases,
+    quant_matmul_case,
+    sampling_case,
+)
+from pagestream.kernels.static_analysis import TARGETS, StaticFigures, figures_of, launches_compiled
+
+MAX_PARAMETERS = 30  # each costs time at every launch
+MAX_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+LONG_UNIT = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+# Of vLLM 0.32's unified attention, compiled the same way for heads of 128: what the loop could issue on an H200, bytes a second.
+VLLM_ISSUE_BOUND, VLLM_8_BIT_ISSUE_BOUND = 7.1e12, 3.6e12
+MIN_BYTES_IN_FLIGHT = 16 << 10  # of an SM: 4.3 TB/s at half a microsecond, by Little's law
+
+
+def compile_all(target: str, make_cases: Callable[[], Iterable[Case]]) -> dict[str, StaticFigures]:
+    """Figures by kernel, after the checks that hold for every kernel."""
+    with launches_compiled(TARGETS[target]) as launches:
+        for case in make_cases():
+            case.run()
+    figures = {}
+    for launch in launches:
+        figures[launch.name] = found = figures_of(launch)
+        assert found.spill_bytes == 0, f"{launch.name} spills {found.spill_bytes} bytes"
+        assert found.shared_bytes <= MAX_SHARED_BYTES[target], f"{launch.name} wants {found.shared_bytes} bytes of shared memory"
+        assert launch.num_parameters <= MAX_PARAMETERS, f"{launch.name} has {launch.num_parameters} parameters"
+        assert found.programs_per_sm >= 1
+        assert found.count_in_loop(r"\b(LDL|STL)\b") == 0, f"{launch.name} keeps local memory in its loop"
+    return figures
+
+
+def compile_attention(target: str, shape: AttentionShape) -> tuple[StaticFigures, StaticFigures]:
+    """The kernels for short and for long sequences."""
+    arch = TARGETS[target].arch
+    figures = compile_all(target, lambda: [attention_case(shape, [1, 40], [40, 40], device="cpu", arch=arch, num_sms=1)])
+    short, long = figures["_paged_attention_kernel"], figures["_paged_prefill_kernel"]
+    if shape.size <= 128 or shape.cache_dtype == torch.bfloat16:  # 8-bit codes of larger heads leave no registers for 64 rows
+        assert long.matrix_unit == LONG_UNIT[target]
+    assert short.matrix_unit == ("mfma" if target == "gfx942" else "mma")
+    if target != "gfx942":
+        for kernel in (short, long):
+            # Keys and values by 16-byte copies, never element by element; block tables and scales are 4-byte loads.
+            assert kernel.count_in_loop(r"LDGSTS.*128") >= 2
+            assert kernel.count_in_loop(r"\bLD[GS]\.[EU\.]*[US](8|16)\b") == 0
+    return short, long
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+def test_attention_at_heads_of_128(target, cache_dtype):
+    short, _ = compile_attention(target, AttentionShape(cache_dtype=cache_dtype))
+    if target == "sm_90":
+        tile = 64
+        element = 2 if cache_dtype == torch.bfloat16 else 1
+        tile_bytes = 2 * tile * 128 * element
+        baseline = VLLM_ISSUE_BOUND if cache_dtype == torch.bfloat16 else VLLM_8_BIT_ISSUE_BOUND
+        assert short.issue_bound(tile_bytes) > 1.2 * baseline
+        assert short.programs_per_sm * tile_bytes >= MIN_BYTES_IN_FLIGHT
+
+
+@pytest.mark.parametrize("size", [80, 256])
+def test_attention_at_other_heads(size):
+    compile_attention("sm_90", AttentionShape(size=size))
+
+
+def test_attention_with_window_and_softcap():
+    compile_attention("sm_90", AttentionShape(window=4096, softcap=50.0))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_everything_else(target):
+    def cases() -> Iterator[Case]:
+        yield from elementwise_cases(2, "cpu")
+        yield copy_case(1, "cpu", num_layers=1)
+        yield sampling_case(1, "cpu", vocab_size=9000)
+        yield quant_matmul_case(1, "cpu", bits=4, group=32, num_inputs=1024)
+        yield quant_matmul_case(1, "cpu", bits=8, group=128, num_inputs=1024)
+
+    assert set(compile_all(target, cases)) == {
+        "_rms_norm_kernel", "_swiglu_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel",
+        "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("per_kv", [1, 4, 7, 16])
+def test_attention_matrix(target, size, cache_dtype, per_kv):
+    compile_attention(target, AttentionShape(heads=8 * per_kv, size=size, cache_dtype=cache_dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [32, 64, 256])
+def test_attention_block_sizes(block_size):
+    compile_attention("sm_90", AttentionShape(block_size=block_size))
