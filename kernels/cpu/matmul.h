@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "amx.h"
 #include "linear.h"
@@ -14,15 +13,22 @@ namespace ps {
 
 constexpr long ROW_BLOCK = 2 * TILE;  // rows that one pass over a panel serves
 
+// Weights that come from memory are asked for 4 KiB ahead, so that they arrive by the time they are due.
+template <size_t BYTES>
+inline void fetch_block(const void* block) {
+#pragma GCC unroll 32
+    for (size_t at = 0; at < BYTES; at += 64) __builtin_prefetch(static_cast<const char*>(block) + 4096 + at);
+}
+
 // ---- one panel times up to 32 rows -----------------------------------------------------------------------------------
 
-// Adds `lanes` steps of k to R rows by V vectors.  a: rows `a_stride` lanes apart; b: steps `b_stride` lanes apart, the V
-// vectors `v_stride` lanes apart.
+// Adds `lanes` steps of k to R rows by V vectors.  a: rows `a_stride` lanes apart; b: where each vector's first step stands,
+// the others `b_stride` lanes apart.
 template <class Lane, int R, int V>
-inline void multiply(vf (&c)[R][V], const uint32_t* a, long a_stride, const uint32_t* b, long b_stride, long v_stride, long lanes) {
+inline void multiply(vf (&c)[R][V], const uint32_t* a, long a_stride, const uint32_t* const (&b)[V], long b_stride, long lanes) {
     for (long i = 0; i < lanes; ++i) {
         vu column[V];
-        for (int v = 0; v < V; ++v) column[v] = load(b + i * b_stride + v * v_stride);
+        for (int v = 0; v < V; ++v) column[v] = load(b[v] + i * b_stride);
         for (int r = 0; r < R; ++r) {
             vu row = splat(a[r * a_stride + i]);
             for (int v = 0; v < V; ++v) c[r][v] = Lane::dot(c[r][v], row, column[v]);
@@ -33,29 +39,33 @@ inline void multiply(vf (&c)[R][V], const uint32_t* a, long a_stride, const uint
 constexpr int VECTOR_ROWS = W == 16 ? 8 : 4;
 
 template <class Lane, int R>
-void vector_rows(const uint32_t* a, const uint32_t* panel, long k_blocks, float* out) {
+void vector_rows(const uint32_t* a, const uint32_t* panel, long k_blocks, bool distant, float* out) {
     constexpr long V_STRIDE = W == 16 ? TILE_LANES : W;  // 16 lanes: the second vector is the panel's other half
     for (long column = 0; column < PANEL; column += 2 * W) {
         const uint32_t* b = W == 16 ? panel : panel + column / TILE * TILE_LANES + column % TILE;
         vf c[R][2] = {};
-        for (long kb = 0; kb < k_blocks; ++kb)
-            multiply<Lane, R, 2>(c, a + kb * TILE_LANES, TILE, b + kb * PANEL_LANES, TILE, V_STRIDE, TILE);
+        for (long kb = 0; kb < k_blocks; ++kb) {
+            if (distant && column == 0) fetch_block<PANEL_LANES * 4>(panel + kb * PANEL_LANES);
+            const uint32_t* const columns[2] = {b + kb * PANEL_LANES, b + kb * PANEL_LANES + V_STRIDE};
+            multiply<Lane, R, 2>(c, a + kb * TILE_LANES, TILE, columns, TILE, TILE);
+        }
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < 2; ++v) store(out + r * PANEL + column + v * W, c[r][v]);
     }
 }
 
 template <class Lane, int R>
-void vector_rows_up_to(int rows, const uint32_t* a, const uint32_t* panel, long k_blocks, float* out) {
-    if (rows == R) return vector_rows<Lane, R>(a, panel, k_blocks, out);
-    if constexpr (R > 1) vector_rows_up_to<Lane, R - 1>(rows, a, panel, k_blocks, out);
+void vector_rows_up_to(int rows, const uint32_t* a, const uint32_t* panel, long k_blocks, bool distant, float* out) {
+    if (rows == R) return vector_rows<Lane, R>(a, panel, k_blocks, distant, out);
+    if constexpr (R > 1) vector_rows_up_to<Lane, R - 1>(rows, a, panel, k_blocks, distant, out);
 }
 
 template <class Lane>
-void vector_block(const uint32_t* a, long m, long k_blocks, const uint32_t* panel, float* out) {
+void vector_block(const uint32_t* a, long m, long k_blocks, const uint32_t* panel, bool distant, float* out) {
     for (long r = 0; r < m; r += VECTOR_ROWS) {
         const uint32_t* group = a + r / TILE * k_blocks * TILE_LANES + r % TILE * TILE;
-        vector_rows_up_to<Lane, VECTOR_ROWS>((int)std::min<long>(VECTOR_ROWS, m - r), group, panel, k_blocks, out + r * PANEL);
+        const int rows = (int)std::min<long>(VECTOR_ROWS, m - r);
+        vector_rows_up_to<Lane, VECTOR_ROWS>(rows, group, panel, k_blocks, distant && r == 0, out + r * PANEL);
     }
 }
 
@@ -70,24 +80,16 @@ inline TileConfig linear_tiles(long m) {
     return config;
 }
 
-// Weights that come from memory are asked for 4 KiB ahead, so that they arrive by the time they are due.
-constexpr long AHEAD_BYTES = 4096;
-
 // Where the tiles of a k block come from: a dense panel that is in the cache, one that is not, and one that is expanded.
 struct CachedPanel {
     const uint32_t* lanes;
     const uint32_t* operator()(long kb) const { return lanes + kb * PANEL_LANES; }
 };
-template <class Bytes>
-inline void fetch_block(const uint8_t* block, Bytes) {
-#pragma GCC unroll 32
-    for (size_t at = 0; at < Bytes::value; at += 64) __builtin_prefetch(block + AHEAD_BYTES + at);
-}
 struct DistantPanel {
     const uint32_t* lanes;
     const uint32_t* operator()(long kb) const {
         const uint32_t* at = lanes + kb * PANEL_LANES;
-        fetch_block(reinterpret_cast<const uint8_t*>(at), std::integral_constant<size_t, PANEL_LANES * 4>());
+        fetch_block<PANEL_LANES * 4>(at);
         return at;
     }
 };
@@ -97,7 +99,7 @@ struct ExpandedPanel {
     uint32_t* ring;  // of two blocks: one is multiplied while the other is written
     const uint32_t* operator()(long kb) const {
         uint32_t* tiles = ring + kb % 2 * PANEL_LANES;
-        fetch_block(blocks + kb * Block::BYTES, std::integral_constant<size_t, Block::BYTES>());
+        fetch_block<Block::BYTES>(blocks + kb * Block::BYTES);
         Block::expand(blocks + kb * Block::BYTES, tiles);
         return tiles;
     }
@@ -176,7 +178,7 @@ public:
             if (first) expand_panel(w_, panel, own);
             b = own;
         }
-        if (w_.format == F32) return vector_block<F32Lane>(a, rows, w_.k_blocks, b, y);
+        if (w_.format == F32) return vector_block<F32Lane>(a, rows, w_.k_blocks, b, first, y);
 #if PS_AMX
         if (first || rows < ROW_BLOCK) linear_tiles(rows).activate();
         if (keeps_ || !first) tile_block(a, rows, w_.k_blocks, CachedPanel{b}, y);
@@ -184,7 +186,7 @@ public:
         else if (w_.format == Q8) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q8Block>{w_.block(panel, 0), expanded_}, y);
         else tile_block(a, rows, w_.k_blocks, DistantPanel{b}, y);
 #else
-        vector_block<Bf16Lane>(a, rows, w_.k_blocks, b, y);
+        vector_block<Bf16Lane>(a, rows, w_.k_blocks, b, first && !keeps_, y);
 #endif
     }
 

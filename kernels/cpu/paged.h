@@ -32,11 +32,21 @@ struct Pages {
             for (long d = 0; d < head_size; ++d) k_to[d * GRANULE] = key[d];
             memcpy(static_cast<float*>(v) + at + token * head_size, value, head_size * sizeof(float));
         } else {
-            uint16_t* k_to = static_cast<uint16_t*>(k) + 2 * (at + token);
-            for (long d = 0; d < head_size; ++d) k_to[d / 2 * 2 * GRANULE + d % 2] = bf16_scalar(key[d]);
+            alignas(64) uint16_t halves[MAX_HEAD_SIZE];
+            round_row(key, halves);
+            uint32_t* k_to = static_cast<uint32_t*>(k) + at + token;
+            for (long pair = 0; pair < head_size / 2; ++pair) memcpy(k_to + pair * GRANULE, halves + 2 * pair, 4);
+            round_row(value, halves);
             uint16_t* v_to = static_cast<uint16_t*>(v) + 2 * (at + token / 2 * head_size) + token % 2;
-            for (long d = 0; d < head_size; ++d) v_to[2 * d] = bf16_scalar(value[d]);
+            for (long d = 0; d < head_size; ++d) v_to[2 * d] = halves[d];
         }
+    }
+
+private:
+    void round_row(const float* x, uint16_t* halves) const {
+        long d = 0;
+        for (; d + W <= head_size; d += W) store_bf16(halves + d, load(x + d));
+        for (; d < head_size; ++d) halves[d] = bf16_scalar(x[d]);
     }
 };
 

@@ -227,39 +227,55 @@ private:
     }
     void clear_weights(long row, long keys) { memset(weights_ + row * KEY_TILE, 0, keys / per_lane(pages_.format) * 4); }
 
-    template <class Lane, int R>
-    void vector_scores_of(long row, long granules) {
+    // Rows by vectors; with few rows many vectors at once, so that their sums do not wait for each other.
+    template <class Lane, int R, int V>
+    void scores_of(long row, long first_key) {
         const long q_stride = width_ / Lane::K;
-        for (long g = 0; g < granules; ++g)
-            for (long column = 0; column < GRANULE; column += W) {
-                vf c[R][1] = {};
-                multiply<Lane, R, 1>(c, queries_ + row * q_stride, q_stride, keys_[g] + column, GRANULE, 0, q_stride);
-                for (int r = 0; r < R; ++r) store(scores_ + (row + r) * KEY_TILE + g * GRANULE + column, c[r][0]);
-            }
+        const uint32_t* columns[V];
+        for (int v = 0; v < V; ++v) columns[v] = keys_[(first_key + v * W) / GRANULE] + (first_key + v * W) % GRANULE;
+        vf c[R][V] = {};
+        multiply<Lane, R, V>(c, queries_ + row * q_stride, q_stride, columns, GRANULE, q_stride);
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) store(scores_ + (row + r) * KEY_TILE + first_key + v * W, c[r][v]);
     }
-    template <class Lane, int R>
-    void vector_values_of(long row, long granules, const Softmax& state) {
-        for (long d = 0; d < width_; d += W) {
-            vf c[R][1];
-            for (int r = 0; r < R; ++r) c[r][0] = load(state.values + (row + r) * width_ + d);
-            for (long g = 0; g < granules; ++g)
-                multiply<Lane, R, 1>(c, weights_ + row * KEY_TILE + g * GRANULE / Lane::K, KEY_TILE, values_[g] + d, width_, 0, GRANULE / Lane::K);
-            for (int r = 0; r < R; ++r) store(state.values + (row + r) * width_ + d, c[r][0]);
+    template <class Lane, int R, int V>
+    void values_of(long row, long d, long granules, const Softmax& state) {
+        vf c[R][V];
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) c[r][v] = load(state.values + (row + r) * width_ + d + v * W);
+        for (long g = 0; g < granules; ++g) {
+            const uint32_t* columns[V];
+            for (int v = 0; v < V; ++v) columns[v] = values_[g] + d + v * W;
+            multiply<Lane, R, V>(c, weights_ + row * KEY_TILE + g * GRANULE / Lane::K, KEY_TILE, columns, width_, GRANULE / Lane::K);
         }
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) store(state.values + (row + r) * width_ + d + v * W, c[r][v]);
+    }
+    template <class Lane, int R, int V>
+    void scores_of_rows(long row, long keys) {
+        long key = 0;
+        for (; key + V * W <= keys; key += V * W) scores_of<Lane, R, V>(row, key);
+        for (; key < keys; key += W) scores_of<Lane, R, 1>(row, key);
+    }
+    template <class Lane, int R, int V>
+    void values_of_rows(long row, long granules, const Softmax& state) {
+        long d = 0;
+        for (; d + V * W <= width_; d += V * W) values_of<Lane, R, V>(row, d, granules, state);
+        for (; d < width_; d += W) values_of<Lane, R, 1>(row, d, granules, state);
     }
     template <class Lane>
     void vector_scores(long granules) {
         long r = 0;
-        for (; r + 8 <= tile_.rows; r += 8) vector_scores_of<Lane, 8>(r, granules);
-        for (; r + 2 <= tile_.rows; r += 2) vector_scores_of<Lane, 2>(r, granules);
-        for (; r < tile_.rows; ++r) vector_scores_of<Lane, 1>(r, granules);
+        for (; r + 8 <= tile_.rows; r += 8) scores_of_rows<Lane, 8, W == 16 ? 2 : 1>(r, granules * GRANULE);
+        for (; r + 3 <= tile_.rows; r += 3) scores_of_rows<Lane, 3, W == 16 ? 4 : 2>(r, granules * GRANULE);
+        for (; r < tile_.rows; ++r) scores_of_rows<Lane, 1, 4>(r, granules * GRANULE);
     }
     template <class Lane>
     void vector_values(long granules, const Softmax& state) {
         long r = 0;
-        for (; r + 8 <= tile_.rows; r += 8) vector_values_of<Lane, 8>(r, granules, state);
-        for (; r + 2 <= tile_.rows; r += 2) vector_values_of<Lane, 2>(r, granules, state);
-        for (; r < tile_.rows; ++r) vector_values_of<Lane, 1>(r, granules, state);
+        for (; r + 8 <= tile_.rows; r += 8) values_of_rows<Lane, 8, W == 16 ? 2 : 1>(r, granules, state);
+        for (; r + 3 <= tile_.rows; r += 3) values_of_rows<Lane, 3, W == 16 ? 4 : 2>(r, granules, state);
+        for (; r < tile_.rows; ++r) values_of_rows<Lane, 1, 4>(r, granules, state);
     }
 
 #if PS_AMX
