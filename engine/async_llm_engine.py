@@ -198,7 +198,7 @@ class AsyncLLMEngine:
 
         Empty for an id that is not known (any more), or whose requests the loop has yet to take in.
         """
-        found = []
+        found: list[RequestInfo] = []
         while (info := self._engine.request_info(f"{request_id}-{len(found)}")) is not None:
             found.append(info)
         return found
