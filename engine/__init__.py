@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pagestream.engine.llm_engine import LLMEngine
     from pagestream.engine.measure import measure_machine
     from pagestream.engine.output_stream import OutputStream
+    from pagestream.engine.roofline import time_decode_steps
 
 # Imported when asked for: they bring torch with them, which takes seconds.
 LAZY = {
@@ -46,6 +47,7 @@ LAZY = {
     "LiveRequest": "pagestream.engine.live_view",
     "LiveTotals": "pagestream.engine.live_view",
     "measure_machine": "pagestream.engine.measure",
+    "time_decode_steps": "pagestream.engine.roofline",
 }
 
 __all__ = [
@@ -94,6 +96,7 @@ __all__ = [
     "measure_machine",
     "read_trace",
     "simulate",
+    "time_decode_steps",
     "write_trace",
 ]
 

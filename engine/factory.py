@@ -48,6 +48,8 @@ class BuiltEngine:
     chat_template: ChatTemplate
     queue_limits: QueueLimits
     kv_summary: str
+    dtype: torch.dtype  # of the weights, a quantised file's once unpacked
+    kv_bytes_per_token: int
 
 
 def build_engine(config: EngineConfig, listener: EngineListener | None = None) -> BuiltEngine:
@@ -107,6 +109,8 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
             f"{num_blocks:,} KV blocks of {block_size} tokens: {num_tokens:,} tokens, "
             f"{num_tokens / max_model_len:.1f} requests of full length ({max_model_len:,} tokens)"
         ),
+        dtype=checkpoint.dtype,
+        kv_bytes_per_token=bytes_per_block(shape, block_size, model.kv_dtype) // block_size,
     )
 
 

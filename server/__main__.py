@@ -29,6 +29,7 @@ from pagestream.server.args import (
     to_engine_args,
     to_settings,
 )
+from pagestream.server.bench.command import bench
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
 from pagestream.server.serving import bind, serve_until_ended
@@ -42,6 +43,8 @@ cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 # typer carries click within itself since 0.29: what its own error derives from is the one name for both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+cli.add_typer(bench, name="bench")
 
 
 def show_version(wanted: bool) -> None:

@@ -1,0 +1,190 @@
+"""The options of `pagestream bench serve`, `latency` and `throughput`, and their tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagestream.engine import EngineArgs, StartError
+from pagestream.server.bench.load import Objective, Summary, run_round
+from pagestream.server.bench.workloads import WORKLOADS, make_asks, read_asks
+
+bench = typer.Typer(help="Measure a running server, or the engine in this process.", no_args_is_help=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+Model = Annotated[str, typer.Option("--model", help="A name, a folder or a GGUF file.")]
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, with its /v1.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option("--model", help="Default: the first that the server lists.")] = None,
+    workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
+    dataset: Annotated[Path | None, typer.Option("--dataset", help="JSONL with prompt and max_tokens, in place of a workload.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option("--concurrency", help="Requests at a time; may be repeated.")] = None,
+    rate: Annotated[float | None, typer.Option("--rate", help="Requests a second, arriving at random, in place of --concurrency.")] = None,
+    num_requests: Annotated[int | None, typer.Option("--num-requests", help="Per round; default: twice the concurrency.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="The table has their medians.", min=1)] = 3,
+    ttft_objective_ms: Annotated[float | None, typer.Option("--ttft-objective", help="Milliseconds; for goodput.")] = None,
+    itl_objective_ms: Annotated[float | None, typer.Option("--itl-objective", help="Milliseconds a token; for goodput.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="PAGESTREAM_API_KEY")] = None,
+    json_file: JsonFile = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw latency over load into this PNG; needs matplotlib.")] = None,
+) -> None:
+    """Put a server under load and print what its clients saw."""
+    url = url.rstrip("/")
+    if workload not in WORKLOADS:
+        raise StartError(f"--workload must be one of {', '.join(WORKLOADS)}, not {workload!r}")
+    if rate is not None and (concurrency or rate <= 0):
+        raise StartError("--rate is above 0 and takes the place of --concurrency")
+    name = model or first_model(url, api_key)
+    objective = Objective(seconds(ttft_objective_ms), seconds(itl_objective_ms))
+    table: list[dict[str, Any]] = []
+    for at_once in [None] if rate is not None else concurrency or [1, 8, 32]:
+        count = num_requests or (32 if at_once is None else max(3, 2 * at_once))
+        summaries = []
+        for number in range(rounds):
+            seed = 1000 * (at_once or 0) + number + 1
+            asks = read_asks(dataset, count) if dataset else make_asks(workload, count, seed)
+            summaries.append(
+                asyncio.run(
+                    run_round(url, name, asks, concurrency=at_once, rate=rate, seed=seed, api_key=api_key, objective=objective)
+                )
+            )
+        table.append({"load": f"{rate:g} req/s" if at_once is None else str(at_once), **median_of(summaries)})
+    print_serve_table(table)
+    write_json(json_file, table)
+    if plot_file is not None:
+        draw(table, plot_file)
+
+
+@bench.command("latency")
+def bench_latency(
+    model: Model = "smollm2",
+    batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Sequences per step; may be repeated.")] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 100,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 64,
+    dtype: Annotated[str, typer.Option("--dtype")] = "auto",
+    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
+    cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Time decode steps of the engine in this process, beside the floor that this machine sets."""
+    from pagestream.server.bench.offline import step_rows
+
+    args = EngineArgs(model=model, dtype=dtype, quantization=quantization, cpu_threads=cpu_threads)
+    table = step_rows(args, batch_size or [1, 8, 32], prompt_tokens, output_tokens)
+    print_table("decode steps", table)
+    write_json(json_file, table)
+
+
+@bench.command("throughput")
+def bench_throughput(
+    model: Model = "smollm2",
+    workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1)] = 64,
+    dtype: Annotated[str, typer.Option("--dtype")] = "auto",
+    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
+    cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Complete many prompts offline, as fast as they go."""
+    from pagestream.server.bench.offline import throughput_row
+
+    if workload not in WORKLOADS:
+        raise StartError(f"--workload must be one of {', '.join(WORKLOADS)}, not {workload!r}")
+    options = {"model": model, "dtype": dtype, "quantization": quantization, "cpu_threads": cpu_threads}
+    table = [throughput_row(options, workload, num_prompts)]
+    print_table("offline", table)
+    write_json(json_file, table)
+
+
+def seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """Raises StartError if nobody answers there."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return httpx.get(url + "/models", headers=headers, timeout=10).raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise StartError(f"{url}/models gives no model: {error}") from None
+
+
+def median_of(summaries: list[Summary]) -> dict[str, Any]:
+    """Figure by figure; the failures of all rounds are added up."""
+    parts = [summary.as_dict() for summary in summaries]
+
+    def middle(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {name: middle([value[name] for value in values]) for name in values[0]}
+        return statistics.median(values)
+
+    merged = {name: middle([part[name] for part in parts]) for name in parts[0] if name != "errors"}
+    merged["num_failed"] = sum(part["num_failed"] for part in parts)
+    merged["errors"] = [error for part in parts for error in part["errors"]][:3]
+    return merged
+
+
+def print_serve_table(table: list[dict[str, Any]]) -> None:
+    rows = [
+        {
+            "at once": entry["load"],
+            "out tok/s": entry["output_tokens_per_s"],
+            "in tok/s": entry["prompt_tokens_per_s"],
+            "TTFT p50 ms": entry["ttft_ms"]["p50"],
+            "p99": entry["ttft_ms"]["p99"],
+            "inter-token p50 ms": entry["inter_token_ms"]["p50"],
+            "p99 ": entry["inter_token_ms"]["p99"],
+            "end-to-end p50 ms": entry["end_to_end_ms"]["p50"],
+            "good req/s": entry["good_requests_per_s"],
+            "failed": entry["num_failed"],
+        }
+        for entry in table
+    ]
+    print_table("under load", rows)
+    for error in {error for entry in table for error in entry["errors"]}:
+        Console(stderr=True).print(f"failed: {error}", markup=False)
+
+
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name.strip(), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+def write_json(path: Path | None, table: list[dict[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(table: list[dict[str, Any]], path: Path) -> None:
+    """Latency and throughput over load.  Raises StartError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StartError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    loads = [entry["load"] for entry in table]
+    for name, label in (("ttft_ms", "first token"), ("inter_token_ms", "inter-token")):
+        left.plot(loads, [entry[name]["p50"] for entry in table], marker="o", label=f"{label} p50")
+        left.plot(loads, [entry[name]["p99"] for entry in table], marker="o", linestyle=":", label=f"{label} p99")
+    left.set(xlabel="load", ylabel="ms", yscale="log")
+    left.legend()
+    right.plot(loads, [entry["output_tokens_per_s"] for entry in table], marker="o")
+    right.set(xlabel="load", ylabel="output tokens per second")
+    figure.savefig(path, dpi=120)

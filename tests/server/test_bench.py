@@ -1,0 +1,97 @@
+"""The load generator's arithmetic, and the commands from end to end on small loads."""
+
+import json
+
+import pytest
+
+from pagestream.engine import StartError
+from pagestream.server.bench.load import Objective, Outcome, Percentiles, summarise
+from pagestream.server.bench.workloads import arrivals_s, make_asks, read_asks
+from tests.server.test_cli import run
+
+
+def test_prompts_are_the_same_for_the_same_seed_and_share_what_they_should():
+    assert make_asks("chat", 3, 1) == make_asks("chat", 3, 1)
+    assert make_asks("chat", 3, 1) != make_asks("chat", 3, 2)
+    first, second = (ask.prompt.split() for ask in make_asks("shared", 2, 5))
+    assert first[:1200] == second[:1200]
+    assert first[1200:] != second[1200:]
+    assert len(first) == 1240
+
+
+def test_arrivals_come_at_the_rate_asked_for():
+    times = arrivals_s(4000, rate=8.0, seed=3)
+    assert times == sorted(times)
+    assert times[0] == 0
+    assert times[-1] / 4000 == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_percentiles_are_values_that_were_seen():
+    assert Percentiles.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Percentiles(3.0, 5.0, 5.0)
+    assert Percentiles.of([7.0]) == Percentiles(7.0, 7.0, 7.0)
+
+
+def test_goodput_counts_who_kept_the_objective():
+    outcomes = [
+        Outcome(first_token_s=0.1, inter_token_s=0.01, num_output_tokens=10),
+        Outcome(first_token_s=0.9, inter_token_s=0.01, num_output_tokens=10),
+        Outcome(first_token_s=0.1, inter_token_s=0.09, num_output_tokens=10),
+        Outcome(error="503"),
+    ]
+    summary = summarise(outcomes, 2.0, Objective(first_token_s=0.5, inter_token_s=0.05))
+    assert summary.good_requests_per_s == 0.5
+    assert summary.requests_per_s == 1.5
+    assert summary.output_tokens_per_s == 15
+    assert summary.num_failed == 1
+    assert summary.errors == ["503"]
+
+
+def test_a_bad_line_of_a_dataset_is_named(tmp_path):
+    path = tmp_path / "asks.jsonl"
+    path.write_text('{"prompt": "a", "max_tokens": 3}\n{"text": "b"}\n')
+    with pytest.raises(StartError, match="line 2"):
+        read_asks(path, 2)
+    path.write_text('{"prompt": "a", "max_tokens": 3}\n\n')
+    assert [ask.prompt for ask in read_asks(path, 3)] == ["a", "a", "a"]
+
+
+def test_a_server_under_load(live, tmp_path):
+    figures = tmp_path / "figures.json"
+    asks = tmp_path / "asks.jsonl"
+    asks.write_text('{"prompt": "one two", "max_tokens": 5}\n{"prompt": "three", "max_tokens": 5}\n')
+    url = f"http://127.0.0.1:{live.port}/v1"
+    load = ("--dataset", str(asks), "--concurrency", "2", "--rounds", "1", "--num-requests", "4")
+    done = run("bench", "serve", url, *load, "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(figures.read_text())
+    assert entry["num_failed"] == 0
+    assert entry["num_requests"] == 4
+    assert entry["output_tokens_per_s"] > 0
+    assert entry["ttft_ms"]["p50"] <= entry["end_to_end_ms"]["p50"]
+
+
+def test_decode_steps_beside_their_floor(tiny_llama, tmp_path):
+    figures = tmp_path / "figures.json"
+    done = run(
+        "bench", "latency", "--model", str(tiny_llama), "--batch-size", "2", "--output-tokens", "8", "--json", str(figures)
+    )
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(figures.read_text())
+    assert entry["sequences"] == 2
+    assert 0 < entry["floor ms"] < entry["step ms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["serve", "http://127.0.0.1:1/v1"], "127.0.0.1:1"),
+        (["serve", "--workload", "nonsense"], "--workload"),
+        (["serve", "--rate", "-1"], "--rate"),
+        (["throughput", "--workload", "nonsense"], "--workload"),
+    ],
+)
+def test_what_can_not_be_measured_says_so_in_one_line(arguments, named):
+    done = run("bench", *arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
