@@ -38,6 +38,7 @@ from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
 from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
 
 DEFAULT_MAX_QUEUED_REQS = 1024
+USUAL_HEAD_SIZE = 64  # any that the operators take: a model's own is only known once it is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +148,11 @@ def attention_backend(ops: CpuOps | None, device: torch.device, max_model_len: i
 def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> CausalLM:
     kv_dtype = None if config.cache.dtype == "auto" else getattr(torch, config.cache.dtype)
     ops = load_ops(config.cpu_threads) if device.type == "cpu" else None
+    # The operators hold float16 weights as float32, and then the pages too unless they were asked for otherwise.
+    page_dtype = kv_dtype or (torch.float32 if checkpoint.dtype == torch.float16 else checkpoint.dtype)
     if checkpoint.is_decoder:
         head_size = decoder_spec(checkpoint.config, checkpoint.max_model_len).head_size
-        is_fused = ops is not None and supports_pages(kv_dtype or checkpoint.dtype, head_size, config.cache.block_size)
+        is_fused = ops is not None and supports_pages(page_dtype, head_size, config.cache.block_size)
         # The operators compute with a file's own blocks what its dequantised weights would give in bfloat16, bit for bit.
         keep_blocks = is_fused and checkpoint.dtype == torch.bfloat16 and config.model.quantization is None
         loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype, keep_blocks=keep_blocks)
@@ -161,12 +164,13 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
     from pagestream.engine.models.hf import load_transformers
 
     longest = config.model.max_model_len or max_positions(with_defaults(checkpoint.config))
+    takes_pages = supports_pages(kv_dtype or checkpoint.dtype, USUAL_HEAD_SIZE, config.cache.block_size)
     return load_transformers(
         checkpoint,
         config.model,
         device=device,
         dtype=checkpoint.dtype,
-        attention=attention_backend(ops, device, longest),
+        attention=attention_backend(ops if takes_pages else None, device, longest),
         kv_dtype=kv_dtype,
         make_linear=None if ops is None else CpuLinearMaker(ops),
     )
