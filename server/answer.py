@@ -12,10 +12,19 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagestream.engine import CompletionOutput, FinishReason, RequestFailed, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from pagestream.engine import (
+    CompletionOutput,
+    FinishReason,
+    RequestFailed,
+    RequestOutput,
+    RequestTimeline,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
 from pagestream.server.logprobs import ScoredToken, Vocabulary, prompt_logprobs
 from pagestream.server.protocol import GenerationRequest
 
@@ -78,6 +87,7 @@ class Answer(ABC):
         self.model = model
         self.streams: Sequence[OutputStream] = ()
         self._usages: list[Usage] = []
+        self._timelines: list[RequestTimeline | None] = []
         self._prompt_parts: list[PromptPart] = []
         self._ends: list[int] = []  # of each choice's text so far, counting the text of all its tokens
 
@@ -86,6 +96,7 @@ class Answer(ABC):
         self.streams = streams
         self.vocabulary = vocabulary
         self._usages = [Usage(num_prompt_tokens=len(stream.prompt_token_ids)) for stream in streams]
+        self._timelines = [None for _ in streams]
         is_due = self.wants_echo or self.params.prompt_logprobs is not None
         self._prompt_parts = [PromptPart(is_due) for _ in streams]
         self._ends = [0] * (len(streams) * self.params.n)
@@ -109,6 +120,7 @@ class Answer(ABC):
         """What each delta of the engine brings, as it comes.  Raises EngineFault where a request did not end well."""
         async for prompt_index, output in merged(self.streams):
             self._usages[prompt_index] = output.usage
+            self._timelines[prompt_index] = output.timeline
             yield [*self._of_prompt(prompt_index, output), *(self._of_answer(prompt_index, new) for new in output.outputs)]
             if any(new.finish_reason in UNSOUND for new in output.outputs):
                 raise RequestFailed(output.error or "the request was aborted")
@@ -167,6 +179,12 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in self._usages)},
         }
 
+    def timeline(self) -> dict[str, Any]:
+        """Where it was asked for, one entry per prompt."""
+        if not self.request.include_timeline:
+            return {}
+        return {"timeline": [None if timeline is None else asdict(timeline) for timeline in self._timelines]}
+
     async def whole(self) -> dict[str, Any]:
         found: dict[int, list[Piece]] = {}
         try:
@@ -176,7 +194,7 @@ class Answer(ABC):
         finally:
             self.abort()
         choices = [self.whole_choice(fold_pieces(found[index])) for index in sorted(found)]
-        return {**self.head(self.object_name), "choices": choices, "usage": self.usage()}
+        return {**self.head(self.object_name), "choices": choices, "usage": self.usage(), **self.timeline()}
 
 
 async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -18,6 +18,7 @@ from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
 from pagestream.server.openapi import Responses, describe_answer, describe_body, describe_errors, with_request_schemas
 from pagestream.server.protocol import ChatRequest, CompletionRequest
+from pagestream.server.requests import add_request_route
 from pagestream.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def add_routes(app: FastAPI) -> None:
         tags=["generation"],
     )
     add_live_route(app)
+    add_request_route(app)
     no_key = describe_errors(401)
     app.add_api_route(
         "/v1/models",

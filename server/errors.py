@@ -26,6 +26,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 
 # Not by `raise` alone: official clients repeat every 5xx, and what failed by its own content would fail again.
 NO_RETRY = {"x-should-retry": "false"}
+NOT_FOUND = ("model_not_found", "request_not_found")  # codes of a 404; every other mistake of the client's is a 400
 
 
 class HttpError(Exception):
@@ -86,7 +87,7 @@ def as_api_error(error: Exception) -> ApiError:
             headers = {"Retry-After": seconds(error.retry_after_s)}
             return ApiError(503 if error.draining else 429, error.message, error.param, error.code, headers)
         case ClientError():
-            return ApiError(404 if error.code == "model_not_found" else 400, error.message, error.param, error.code)
+            return ApiError(404 if error.code in NOT_FOUND else 400, error.message, error.param, error.code)
         case RequestFailed():
             return ApiError(500, str(error) or "the request could not be computed", code="request_failed", headers=NO_RETRY)
         case EngineDead():

@@ -66,6 +66,14 @@ def as_stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def as_early_stopping(value: Any) -> bool | str:
+    if value is None:
+        return False
+    if not isinstance(value, bool) and value != "never":
+        raise InvalidRequest('early_stopping must be true, false or "never"', param="early_stopping")
+    return value
+
+
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT_SCHEMA = {
     "oneOf": [
@@ -87,3 +95,11 @@ STOP_SCHEMA = {
 
 Prompts = Annotated[list[str | list[int]], PlainValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA)]
 Stops = Annotated[tuple[str, ...], PlainValidator(as_stops), WithJsonSchema(STOP_SCHEMA)]
+EarlyStopping = Annotated[
+    bool | str,
+    PlainValidator(as_early_stopping),
+    WithJsonSchema({
+        "enum": [True, False, "never", None],
+        "description": "Beams: true ends at the width-th answer, false when no live beam is better, never when none can be.",
+    }),
+]

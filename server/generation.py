@@ -74,6 +74,7 @@ async def admit(engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | 
         fault=request.fault(),
         add_special_tokens=request.adds_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        include_timeline=bool(request.include_timeline),
     )
     answer.begin(streams, engine.tokenizer)
 

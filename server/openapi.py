@@ -17,7 +17,7 @@ SCHEMAS = "#/components/schemas/"
 ERRORS = {
     400: "A field can't be served, the body is no JSON object, or prompt and answer exceed the context",
     401: "No valid key",
-    404: "Unknown model",
+    404: "Unknown model or request",
     413: "The body is too large",
     415: "The body is not called application/json",
     429: "The queue is full; see Retry-After",

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import Fault, InvalidRequest, SamplingParams
-from pagestream.server.fields import Count, Flag, Prompts, Real, Stops, Text, Whole, WireModel
+from pagestream.server.fields import Count, EarlyStopping, Flag, Prompts, Real, Stops, Text, Whole, WireModel
 
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": (),
@@ -21,7 +21,6 @@ UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "use_beam_search": (False,),
 }
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -112,6 +111,7 @@ class GenerationRequest(WireModel):
     cache_salt: Text | None = Field(
         None, min_length=1, max_length=256, description="Only requests with the same salt share cached prefixes."
     )
+    include_timeline: Flag | None = Field(False, description="The end of the answer says why it took as long as it did.")
     stream: Flag | None = False
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
@@ -164,6 +164,13 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     max_tokens: Count | None = Field(16, description="Tokens to generate at most; 0 with echo scores the prompt.")
     best_of: Whole | None = Field(None, ge=1, le=128, description="Answers generated, of which the n likeliest are returned.")
+    use_beam_search: Flag | None = Field(
+        False, description="Search the likeliest answers; needs temperature 0 and a width of at least 2: best_of or n."
+    )
+    length_penalty: Real | None = Field(
+        1.0, ge=-16, le=16, description="Beams: above 0 favours long answers, below 0 short ones."
+    )
+    early_stopping: EarlyStopping = False
     echo: Flag | None = Field(False, description="The answer begins with the prompt.")
     logprobs: Whole | None = Field(
         None, ge=0, le=20, description="So many likeliest tokens at each position, besides the chosen one."
@@ -174,10 +181,6 @@ class CompletionRequest(GenerationRequest):
     def check_best_of(self) -> Self:
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise InvalidRequest(f"best_of is {self.best_of} and must be at least n, which is {self.n or 1}", param="best_of")
-        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise InvalidRequest(
-                "best_of above n can't be streamed: which answers are best is known at their end", param="best_of"
-            )
         return self
 
     def sampling_params(self) -> SamplingParams:
@@ -185,8 +188,9 @@ class CompletionRequest(GenerationRequest):
         params = self.common_params()
         if self.max_tokens is not None:
             params["max_tokens"] = self.max_tokens
-        if self.best_of is not None:
-            params["best_of"] = self.best_of
+        for name in ("best_of", "use_beam_search", "length_penalty", "early_stopping"):
+            if getattr(self, name) is not None:
+                params[name] = getattr(self, name)
         if self.logprobs is not None:
             params["logprobs"] = self.logprobs
             if self.echo:

@@ -49,11 +49,29 @@ class CompletionChoice(ChoiceShape):
     logprobs: CompletionLogprobs | None
 
 
+class TimelineShape(Shape):
+    """Times are seconds since the request's arrival; null: not yet."""
+
+    queued_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    num_steps: int
+    prefill_chunks: list[int]
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions_recompute: int
+    num_preemptions_swap: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_swapped_bytes: int
+
+
 class AnswerShape(Shape):
     id: str
     created: int
     model: str
     system_fingerprint: str | None
+    timeline: list[TimelineShape | None] | None = None  # one per prompt, at the end, where asked for
 
 
 class Completion(AnswerShape):
@@ -124,6 +142,20 @@ class ModelCard(Shape):
 class ModelList(Shape):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class PromptState(Shape):
+    status: Literal["waiting", "running", "swapped", "finished"]
+    finish_reason: Literal["stop", "length", "abort", "error"] | None
+    prompt_tokens: int
+    completion_tokens: int
+    timeline: TimelineShape
+
+
+class RequestState(Shape):
+    id: str
+    object: Literal["request"]
+    prompts: list[PromptState]
 
 
 class ErrorDetail(Shape):

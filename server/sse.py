@@ -43,8 +43,9 @@ async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
             if choices:
                 # Of one moment, so in one write: a step that moves n answers costs one wake-up of the client.
                 yield b"".join([data_event(f'{head},"choices":[{encode(choice)}]{tail}') for choice in choices])
-        if wants_usage:
-            yield data_event(f'{head},"choices":[],"usage":{encode(answer.usage())}}}')
+        last = {**({"usage": answer.usage()} if wants_usage else {}), **answer.timeline()}
+        if last:
+            yield data_event(f'{head},"choices":[],{encode(last)[1:]}')
     except Exception as error:
         answer.abort()  # at once: what else this request asked for must not run on while a slow reader takes the news
         log.error("%s failed in its stream: %s", answer.id, error, exc_info=not isinstance(error, EngineError))

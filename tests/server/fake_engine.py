@@ -348,6 +348,7 @@ class FakeEngine:
         fault: Fault | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        include_timeline: bool = False,
     ) -> list[FakeStream]:
         await asyncio.sleep(self.admission_s)
         if fault is not None and not self.allows_faults:

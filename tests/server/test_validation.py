@@ -271,7 +271,12 @@ def test_what_asks_for_nothing_is_taken(live: Live):
         ({"stream": True, "stream_options": {"resumable": True}}, "stream_options.resumable"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"best_of": 1, "n": 2}, "best_of"),
-        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+        ({"use_beam_search": True, "temperature": 0}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 2}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0, "stop": "x"}, "stop"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": "never"}, "early_stopping"),
+        ({"early_stopping": "true", "use_beam_search": True, "n": 2, "temperature": 0}, "early_stopping"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )
