@@ -90,18 +90,26 @@ class Machine:
         return max(1, (self.limits.max_num_batched_tokens - self.limits.max_num_seqs + 1) // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a request found when it arrived."""
+
+    step: int
+    num_steps_in_front: int  # that all unfinished requests need at most, one after the other
+    num_preemptions: int
+
+
 class Live:
     """One request of the trace on its way."""
 
-    __slots__ = ("arrival_us", "bound_steps", "end", "go_on", "last_us", "num_left", "num_steps", "seen_step")
+    __slots__ = ("arrival_us", "end", "go_on", "last_us", "num_left", "num_steps", "seen")
 
-    def __init__(self, asked: TraceRequest, token_id: int, arrival_us: int, num_steps: int, bound_steps: int, seen_step: int):
+    def __init__(self, asked: TraceRequest, token_id: int, arrival_us: int, num_steps: int, seen: Seen):
         self.arrival_us = arrival_us
         self.num_left = asked.output_tokens
         self.last_us: int | None = None  # when it had its last token
         self.num_steps = num_steps  # that it needs at most once it is first in line
-        self.bound_steps = bound_steps  # how many it may wait
-        self.seen_step = seen_step
+        self.seen = seen
         # Nobody else's token, so that only what the trace says is shared.
         self.go_on = Verdict((token_id,))
         self.end = Verdict((token_id,), FinishReason.LENGTH)
@@ -149,7 +157,7 @@ class Report:
     inter_token_s: Spread
     wait_s: Spread  # arrival to first step
     longest_wait_steps: int
-    longest_wait_share_of_bound: float  # of the steps that it may wait at most, by those in front of it; never above 1
+    longest_wait_share_of_bound: float  # largest share of the steps that a request may wait (docs/memory.md); never above 1
     num_steps: int
     num_computed_tokens: int
     num_recomputed_tokens: int
@@ -182,6 +190,7 @@ class Simulation:
         self._between_us: Counter[int] = Counter()
         self._wait_us: Counter[int] = Counter()
         self._longest_wait = 0
+        self._most_recompute_steps = 0  # that bring one request back after a preemption, the step that drives it out included
         self._largest_share = 0.0
 
     def run(self) -> Report:
@@ -209,8 +218,12 @@ class Simulation:
         arrival_us = microseconds(asked.arrival_s)
         request = Request(str(number), prompt, self._params, arrival_us / MICROSECONDS, asked.output_tokens, 0)
         num_steps = -(-asked.prompt_tokens // machine.least_prefill_tokens) + asked.output_tokens
+        self._most_recompute_steps = max(
+            self._most_recompute_steps, 1 + -(-(asked.prompt_tokens + asked.output_tokens) // machine.least_prefill_tokens)
+        )
+        seen = Seen(self._num_steps, self._num_steps_in_front, self._num_preemptions)
         seq_id = self._scheduler.add(request).sequences[0].seq_id
-        self._live[seq_id] = Live(asked, token_id, arrival_us, num_steps, self._num_steps_in_front, self._num_steps)
+        self._live[seq_id] = Live(asked, token_id, arrival_us, num_steps, seen)
         self._num_steps_in_front += num_steps
 
     def _step(self) -> None:
@@ -252,10 +265,16 @@ class Simulation:
 
     def _note_wait(self, live: Live) -> None:
         self._wait_us[self._now_us - live.arrival_us] += 1
-        num_waited = self._num_steps - live.seen_step
+        num_waited = self._num_steps - live.seen.step
         self._longest_wait = max(self._longest_wait, num_waited)
+        num_preemptions = self._num_preemptions - live.seen.num_preemptions
+        bound = live.seen.num_steps_in_front + num_preemptions * self._most_recompute_steps
         if num_waited:
-            self._largest_share = max(self._largest_share, num_waited / max(live.bound_steps, 1))
+            self._largest_share = max(self._largest_share, num_waited / max(bound, 1))
+
+    @property
+    def _num_preemptions(self) -> int:
+        return self._scheduler.counters.num_preempted_recompute + self._scheduler.counters.num_preempted_swap
 
     def _report(self) -> Report:
         counters = self._scheduler.counters
