@@ -6,6 +6,7 @@ from pagestream.engine.core.config import EngineConfig, PreemptionMode
 from pagestream.engine.core.errors import (
     ClientError,
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineDead,
     EngineError,
     EngineFault,
@@ -57,6 +58,7 @@ __all__ = [
     "CompletionOutput",
     "ContextLengthExceeded",
     "CostModel",
+    "DeadlineExceeded",
     "EngineArgs",
     "EngineConfig",
     "EngineDead",

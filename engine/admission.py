@@ -12,6 +12,7 @@ from pagestream.engine.core.request import Request
 from pagestream.engine.llm_engine import LLMEngine
 
 RATE_WINDOW = 64  # finished requests whose pace says how fast the queue moves
+MIN_FINISHED_TO_JUDGE = 8  # from so many on their pace says enough to refuse somebody for it
 MAX_RETRY_AFTER_S = 120.0  # clients do not honour a longer wait
 
 
@@ -30,8 +31,13 @@ class AdmissionControl:
         self._finished_s: deque[float] = deque(maxlen=RATE_WINDOW)
         self.is_draining = False
 
-    def check(self, num_requests: int, num_sequences: int, inbox: Sequence[Request]) -> None:
-        """Raises Overloaded unless so many more requests, of so many sequences each, may come in."""
+    def check(
+        self, num_requests: int, num_sequences: int, inbox: Sequence[Request], time_left_s: float | None = None
+    ) -> None:
+        """Raises Overloaded unless so many more requests, of so many sequences each, may come in.
+
+        Also where they would be waiting still when their time is over: refused at once, they can be sent elsewhere.
+        """
         if self.is_draining:
             self._refuse("draining", "the server is shutting down and takes no new requests", 5.0)
         max_num_seqs = self._engine.intake.limits.max_num_seqs
@@ -49,6 +55,17 @@ class AdmissionControl:
                 what = f"{num_tokens} prompt tokens are waiting; the queue holds {self._limits.max_num_tokens}"
                 self._refuse("queue_tokens", what, self._retry_after_s(num_requests))
 
+        if time_left_s is not None and num_queued > 0 and len(self._finished_s) >= MIN_FINISHED_TO_JUDGE:
+            wait_s = self.pace_s * num_queued
+            if wait_s > time_left_s:
+                what = f"about {wait_s:.1f} s of waiting are ahead, more than timeout_s has left"
+                self._refuse("hopeless", what, min(MAX_RETRY_AFTER_S, wait_s - time_left_s))
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds between two requests that finish, of late."""
+        return (time.monotonic() - self._finished_s[0]) / len(self._finished_s) if self._finished_s else 0.0
+
     def finished(self) -> None:
         self._finished_s.append(time.monotonic())
 
@@ -60,8 +77,7 @@ class AdmissionControl:
         """When so many places are likely to be free, at the pace at which requests have finished lately."""
         if len(self._finished_s) < 2:
             return 1.0
-        span_s = time.monotonic() - self._finished_s[0]
-        return min(MAX_RETRY_AFTER_S, num_requests * span_s / len(self._finished_s))
+        return min(MAX_RETRY_AFTER_S, num_requests * self.pace_s)
 
 
 def num_beyond(sizes: Sequence[int], max_num_seqs: int) -> int:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagestream.engine.admission import AdmissionControl
-from pagestream.engine.core.errors import EngineDead, InvalidRequest
+from pagestream.engine.core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.core.outputs import RequestOutput
+from pagestream.engine.core.outputs import FinishReason, RequestOutput
 from pagestream.engine.core.request import Fault, Request
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
@@ -41,6 +41,8 @@ class AsyncLLMEngine:
         self._streams: dict[str, OutputStream] = {}
         self._added: list[Request] = []
         self._aborted: list[str] = []
+        self._expired: list[str] = []
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -154,14 +156,18 @@ class AsyncLLMEngine:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         include_timeline: bool = False,
+        timeout_s: float | None = None,
     ) -> list[OutputStream]:
         """Check all prompts and admit them all, or none: one stream each, in their order.
 
+        `timeout_s` from now each of them ends with what it has and FinishReason.DEADLINE, wherever it is then.
         Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
         """
         arrival_time_s = time.monotonic()
-        options = RequestOptions(priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline)
-        self._check_open(len(prompts), params)
+        options = RequestOptions(
+            priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline, timeout_s
+        )
+        self._check_open(len(prompts), params, timeout_s)
         if f"{request_id}-0" in self._streams:
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
 
@@ -174,7 +180,10 @@ class AsyncLLMEngine:
             ]
 
         requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, make)
-        self._check_open(len(prompts), params)  # again: others may have come meanwhile
+        left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrival_time_s)
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded(timeout_s or 0.0)
+        self._check_open(len(prompts), params, left_s)  # again: others may have come meanwhile
         return [self._admit(request) for request in requests]
 
     async def generate(
@@ -205,15 +214,19 @@ class AsyncLLMEngine:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _check_open(self, num_requests: int, params: SamplingParams) -> None:
+    def _check_open(self, num_requests: int, params: SamplingParams, time_left_s: float | None) -> None:
         if self._death is not None:
             raise self._death
-        self._admission.check(num_requests, params.num_sequences, self._added)
+        self._admission.check(num_requests, params.num_sequences, self._added, time_left_s)
 
     def _admit(self, request: Request) -> OutputStream:
         stream = OutputStream(request.request_id, request.prompt_token_ids, self._abort_one)
         self._streams[request.request_id] = stream
         self._added.append(request)
+        if request.deadline_s is not None:
+            left_s = max(0.0, request.deadline_s - time.monotonic())
+            timer = asyncio.get_running_loop().call_later(left_s, self._expire, request.request_id)
+            self._deadlines[request.request_id] = timer
         self._idle.clear()
         self._wake.set()
         return stream
@@ -222,6 +235,10 @@ class AsyncLLMEngine:
         if request_id in self._streams:
             self._aborted.append(request_id)
             self._wake.set()
+
+    def _expire(self, request_id: str) -> None:
+        self._expired.append(request_id)
+        self._wake.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -249,7 +266,9 @@ class AsyncLLMEngine:
         for request in added:
             self._engine.admit(request)
         aborted, self._aborted = self._aborted, []
+        expired, self._expired = self._expired, []
         self._distribute(self._engine.abort_request(aborted))
+        self._distribute(self._engine.abort_request(expired, FinishReason.DEADLINE))
 
     def _distribute(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -258,11 +277,15 @@ class AsyncLLMEngine:
                 stream.put(output)
             if output.finished:
                 self._streams.pop(output.request_id, None)
+                if timer := self._deadlines.pop(output.request_id, None):
+                    timer.cancel()
                 self._admission.finished()
 
     def _die(self, death: EngineDead) -> None:
         if self._death is None:
             self._death = death
+        for timer in self._deadlines.values():
+            timer.cancel()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(self._death)

@@ -39,6 +39,7 @@ class RequestOptions:
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens
     include_timeline: bool = False  # the last output says what happened to the request
+    timeout_s: float | None = None  # from arrival to the end, wherever the request is then
 
 
 class Intake:
@@ -78,6 +79,7 @@ class Intake:
             cache_salt=options.cache_salt,
             fault=options.fault,
             include_timeline=options.include_timeline,
+            deadline_s=None if options.timeout_s is None else arrival_time_s + options.timeout_s,
         )
 
     def _check_options(self, params: SamplingParams, options: RequestOptions) -> None:

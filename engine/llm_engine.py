@@ -71,10 +71,12 @@ class LLMEngine:
         self._outputs.add(request, group.sequences[0].seq_id)
         self.watch.arrived(request, group.timeline)
 
-    def abort_request(self, request_id: str | Sequence[str]) -> list[RequestOutput]:
+    def abort_request(
+        self, request_id: str | Sequence[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[RequestOutput]:
         """End one request or several now; returns their last outputs.  Those that are not here are passed over."""
         request_ids = [request_id] if isinstance(request_id, str) else request_id
-        ended = [self._end(each, FinishReason.ABORT) for each in request_ids]
+        ended = [self._end(each, reason) for each in request_ids]
         return [output for output in ended if output is not None]
 
     def request_info(self, request_id: str) -> RequestInfo | None:

@@ -1,8 +1,9 @@
-"""One request's way out: a mailbox with one slot.  A slow reader finds one merged delta, never a queue."""
+"""One request's way out: a mailbox with one slot.  A slow reader finds one merged delta, unless it asked for each."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from pagestream.engine.core.errors import EngineError, RequestFailed
@@ -20,15 +21,22 @@ class OutputStream:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._abort = abort
-        self._slot: RequestOutput | None = None
+        self._slots: deque[RequestOutput] = deque()  # at most one, unless the reader wants each delta
+        self._keeps_deltas = False
         self._error: EngineError | None = None
         self._is_last = False  # nothing will be put any more
         self._news = asyncio.Event()
 
+    def keep_deltas(self) -> None:
+        """Deliver each delta as it was made, for a reader that keeps them all anyway and never dawdles."""
+        self._keeps_deltas = True
+
     def put(self, output: RequestOutput) -> None:
         if self._is_last:
             return
-        self._slot = output if self._slot is None else merge(self._slot, output)
+        if self._slots and not self._keeps_deltas:
+            output = merge(self._slots.pop(), output)
+        self._slots.append(output)
         if output.finished:
             self._is_last = True
             if output.error is not None:
@@ -36,7 +44,7 @@ class OutputStream:
         self._news.set()
 
     def fail(self, error: EngineError) -> None:
-        """End the stream with an error; what is in the slot is still delivered."""
+        """End the stream with an error; what was put before is still delivered."""
         if not self._is_last:
             self._error, self._is_last = error, True
             self._news.set()
@@ -55,14 +63,14 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while self._slot is None:
+        while not self._slots:
             if self._error is not None:
                 raise self._error
             if self._is_last:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        output, self._slot = self._slot, None
+        output = self._slots.popleft()
         if output.error is not None and self._error is not None and not output.outputs:
             raise self._error
         return output

@@ -126,6 +126,15 @@ def serve(
     drain_timeout: Annotated[
         float, option("--drain-timeout", SERVER, "Seconds that running requests have after SIGTERM.")
     ] = 30.0,
+    stream_resume_timeout: Annotated[
+        float, option("--stream-resume-timeout", SERVER, "Seconds that a resumable stream goes on without a reader.")
+    ] = 60.0,
+    stream_keep: Annotated[
+        float, option("--stream-keep", SERVER, "Seconds that a finished resumable or idempotent answer can still be read.")
+    ] = 300.0,
+    stream_memory: Annotated[
+        float | None, sized("--stream-memory", SERVER, "Memory for answers that are kept; default: 64 MiB.")
+    ] = None,
     log_level: Annotated[str, option("--log-level", SERVER, "debug, info, warning or error.")] = "info",
     enable_fault_injection: Annotated[
         bool, option("--enable-fault-injection", TESTING, "Obey x_fault in requests. Not for production.")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagestream.engine import (
     CompletionOutput,
+    DeadlineExceeded,
     FinishReason,
     RequestFailed,
     RequestOutput,
@@ -85,6 +86,7 @@ class Answer(ABC):
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
+        self.timeout_s = request.timeout_s  # None: no deadline
         self.streams: Sequence[OutputStream] = ()
         self._usages: list[Usage] = []
         self._timelines: list[RequestTimeline | None] = []
@@ -105,6 +107,10 @@ class Answer(ABC):
         """Synchronous, so that it also works where an await would be cancelled; nothing happens to what has ended."""
         for stream in self.streams:
             stream.abort()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._ends)
 
     @property
     def wants_echo(self) -> bool:
@@ -153,6 +159,9 @@ class Answer(ABC):
             for text, scores in zip(new.token_texts or (), new.logprobs, strict=True):
                 tokens.append(ScoredToken(text, self._ends[index], scores))
                 self._ends[index] += len(text)
+        if new.finish_reason is FinishReason.DEADLINE:
+            # A limit of the answer like max_tokens: official clients know no further finish_reason.
+            return Piece(index, new.text, tokens, None, FinishReason.LENGTH.value, FinishReason.DEADLINE.value)
         reason = None if new.finish_reason is None or new.finish_reason in UNSOUND else new.finish_reason.value
         return Piece(index, new.text, tokens, None, reason, new.stop_reason)
 
@@ -193,6 +202,9 @@ class Answer(ABC):
                     found.setdefault(piece.index, []).append(piece)
         finally:
             self.abort()
+        is_late = any(pieces[-1].stop_reason == FinishReason.DEADLINE.value for pieces in found.values())
+        if is_late and self.timeout_s is not None and not any(usage.num_output_tokens for usage in self._usages):
+            raise DeadlineExceeded(self.timeout_s)
         choices = [self.whole_choice(fold_pieces(found[index])) for index in sorted(found)]
         return {**self.head(self.object_name), "choices": choices, "usage": self.usage(), **self.timeline()}
 

@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from pagestream.server import chat, completions, health, models, responses
+from pagestream.server import chat, completions, health, models, responses, streams
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.live import LiveFeed, add_live_route
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
-from pagestream.server.openapi import Responses, describe_answer, describe_body, describe_errors, with_request_schemas
+from pagestream.server.openapi import (
+    Responses,
+    describe_answer,
+    describe_body,
+    describe_errors,
+    describe_stream,
+    with_request_schemas,
+)
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.requests import add_request_route
 from pagestream.server.settings import ServerSettings
+from pagestream.server.shared import SharedAnswers
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -38,11 +46,13 @@ def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metric
             yield
         finally:
             await engine.stop()
+            await app.state.shared_answers.close()
 
     app = bare_app(lifespan=lifespan)
     app.state.engine = engine
     app.state.settings = settings
     app.state.metrics = metrics
+    app.state.shared_answers = SharedAnswers(settings)
     app.state.created = int(time.time())
     app.state.live = LiveFeed(engine)
     metrics.watch(engine)
@@ -90,6 +100,14 @@ def add_routes(app: FastAPI) -> None:
     )
     add_live_route(app)
     add_request_route(app)
+    app.add_api_route(
+        "/v1/streams/{stream_id}",
+        streams.get_stream,
+        methods=["GET"],
+        summary="Go on with a resumable stream",
+        responses=describe_stream(),
+        tags=["generation"],
+    )
     no_key = describe_errors(401)
     app.add_api_route(
         "/v1/models",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import hashlib
 import json
 import math
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from pagestream.server.errors import HttpError
 from pagestream.server.fields import WireModel
 
 MAX_JSON_DEPTH = 32
+IDEMPOTENCY_KEY = "idempotency-key"
 MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
 
 Wire = TypeVar("Wire", bound=WireModel)
@@ -32,6 +34,8 @@ async def read_body(request: Request, wire: type[Wire], max_body_bytes: int) -> 
     if kind != "application/json":
         raise HttpError(415, f"Content-Type must be application/json, not {kind[:40]!r}", code="unsupported_media_type")
     raw = await read_limited(request, max_body_bytes)
+    if IDEMPOTENCY_KEY in request.headers:
+        request.state.body_digest = hashlib.sha256(raw).hexdigest()
     if len(raw) <= MAX_BYTES_ON_LOOP:
         return parse(raw, wire)
     return await asyncio.to_thread(parse, raw, wire)

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from pagestream.engine import ClientError, EngineDead, EngineError, EngineFault, Overloaded, RequestFailed
+from pagestream.engine import ClientError, DeadlineExceeded, EngineDead, EngineError, EngineFault, Overloaded, RequestFailed
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 500
 MAX_PARAM_CHARS = 80
 
-TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "service_unavailable"}
+TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout", 429: "rate_limit_error", 503: "service_unavailable"}
 
 # Not by `raise` alone: official clients repeat every 5xx, and what failed by its own content would fail again.
 NO_RETRY = {"x-should-retry": "false"}
@@ -86,6 +86,8 @@ def as_api_error(error: Exception) -> ApiError:
         case Overloaded():
             headers = {"Retry-After": seconds(error.retry_after_s)}
             return ApiError(503 if error.draining else 429, error.message, error.param, error.code, headers)
+        case DeadlineExceeded():
+            return ApiError(408, error.message, error.param, error.code)
         case ClientError():
             return ApiError(404 if error.code in NOT_FOUND else 400, error.message, error.param, error.code)
         case RequestFailed():

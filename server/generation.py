@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
@@ -12,9 +13,11 @@ from starlette.requests import ClientDisconnect
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.answer import Answer
+from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import json_response
 from pagestream.server.protocol import GenerationRequest
 from pagestream.server.settings import ServerSettings
+from pagestream.server.shared import MAX_CHOICES, SharedAnswers, SharedStream, claim_of
 from pagestream.server.sse import AnswerStream
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_TIMEOUT_S = 86400
 
 
 def check_model(request: GenerationRequest, settings: ServerSettings) -> None:
@@ -50,7 +55,14 @@ async def respond(
     `param` is the field that the prompts came from.  Raises ClientError, EngineFault and ClientDisconnect.
     """
     http.state.answer_id = answer.id
+    answer.timeout_s = time_limit_s(http, answer.timeout_s)
     request = answer.request
+    answers: SharedAnswers = http.app.state.shared_answers
+    if request.wants_resumable or IDEMPOTENCY_KEY in http.headers:
+        num_choices = len(prompts) * answer.params.n
+        return await respond_shared(
+            http, settings, answers, answer, lambda: admit(engine, answer, prompts, param), num_choices
+        )
     if request.stream:
         await while_connected(http, admit(engine, answer, prompts, param))
         return AnswerStream(answer, settings.sse_keep_alive_interval_s)
@@ -60,6 +72,39 @@ async def respond(
         return await answer.whole()
 
     return json_response(await while_connected(http, admitted_and_whole()))
+
+
+async def respond_shared(
+    http: Request,
+    settings: ServerSettings,
+    answers: SharedAnswers,
+    answer: Answer,
+    admission: Callable[[], Awaitable[None]],
+    num_choices: int,
+) -> Response:
+    """The response of an answer that outlives its connection: begun now, or begun earlier under the same Idempotency-Key."""
+    if answer.request.wants_resumable and num_choices > MAX_CHOICES:
+        raise InvalidRequest(f"a resumable stream has at most {MAX_CHOICES} choices", param="stream_options.resumable")
+    claim = claim_of(http)
+    shared = answers.find_claimed(claim) if claim else None
+    is_replayed = shared is not None
+    if shared is None:
+        shared = answers.begin(answer, admission, claim)
+    http.state.answer_id = shared.id
+    headers = {"Idempotent-Replayed": "true"} if is_replayed else {}
+    shared.attach()
+    try:
+        if answer.request.stream:
+            await while_connected(http, shared.until_admitted())
+            return SharedStream(shared, settings.sse_keep_alive_interval_s, with_ids=answer.request.wants_resumable, headers=headers)
+        whole = await while_connected(http, shared.until_whole())
+    except BaseException:
+        shared.detach()
+        if claim is None:
+            answers.drop(shared)  # nobody has learned its id
+        raise
+    shared.detach()
+    return Response(whole, headers=headers, media_type="application/json")
 
 
 async def admit(engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | list[int]], param: str) -> None:
@@ -75,8 +120,26 @@ async def admit(engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | 
         add_special_tokens=request.adds_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         include_timeline=bool(request.include_timeline),
+        timeout_s=answer.timeout_s,
     )
+    if request.wants_resumable:
+        for stream in streams:
+            stream.keep_deltas()
     answer.begin(streams, engine.tokenizer)
+
+
+def time_limit_s(http: Request, asked_s: float | None) -> float | None:
+    """The lesser of the body's timeout_s and the header X-Request-Timeout.  Raises InvalidRequest."""
+    given = http.headers.get("x-request-timeout")
+    if given is None:
+        return asked_s
+    try:
+        limit_s = float(given[:32])
+    except ValueError:
+        limit_s = math.nan
+    if not 0 < limit_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"X-Request-Timeout must be seconds above 0, at most {MAX_TIMEOUT_S}", param="X-Request-Timeout")
+    return limit_s if asked_s is None else min(asked_s, limit_s)
 
 
 async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:

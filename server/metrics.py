@@ -100,7 +100,7 @@ class Metrics:
         self.finished = self._counters_by(
             "finished_reason", "vllm:request_success", "Admitted requests, by how they ended.", reasons
         )
-        causes = ["queue_full", "queue_tokens", "draining", "loading"]
+        causes = ["queue_full", "queue_tokens", "hopeless", "draining", "loading"]
         self.rejections = self._counters_by("reason", "vllm:admission_rejections", "Requests refused for want of room.", causes)
         self.swapped_blocks = self._counters_by("direction", "pagestream:swapped_blocks", "KV blocks moved.", ["out", "in"])
         modes = ["recompute", "swap"]

@@ -17,7 +17,9 @@ SCHEMAS = "#/components/schemas/"
 ERRORS = {
     400: "A field can't be served, the body is no JSON object, or prompt and answer exceed the context",
     401: "No valid key",
-    404: "Unknown model or request",
+    404: "Unknown model, request or stream",
+    408: "The time given was over before anything was generated",
+    409: "Another body came with this Idempotency-Key before",
     413: "The body is too large",
     415: "The body is not called application/json",
     429: "The queue is full; see Retry-After",
@@ -41,7 +43,14 @@ def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
     events = f"Events `data: <{chunk}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
     stream = {"schema": {"type": "string", "description": events}}
     answer = {"model": whole, "content": {"text/event-stream": stream}, "description": "The answer, whole or as a stream"}
-    return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
+    return {200: answer} | describe_errors(400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
+
+
+def describe_stream() -> Responses:
+    """Of a stream that goes on."""
+    events = {"schema": {"type": "string", "description": "The events after the one that Last-Event-ID names, as they were or come"}}
+    told = {200: {"content": {"text/event-stream": events}, "description": "The rest of the stream"}}
+    return told | {204: {"description": "The reader has had all of it"}} | describe_errors(400, 401, 404)
 
 
 def with_request_schemas(app: FastAPI, *models: type[BaseModel]) -> None:

@@ -58,6 +58,9 @@ RESERVED_KWARGS = frozenset(("messages", "add_generation_prompt", "continue_fina
 class StreamOptions(WireModel):
     include_usage: Flag | None = Field(False, description="One more chunk before [DONE] has the usage of the whole request.")
     continuous_usage_stats: Flag | None = Field(False, description="Every chunk has the usage so far; needs include_usage.")
+    resumable: Flag | None = Field(
+        False, description="Events have ids, and GET /v1/streams/{id} with Last-Event-ID goes on where a broken stream ended."
+    )
     include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not offered.")
 
     @model_validator(mode="after")
@@ -114,6 +117,13 @@ class GenerationRequest(WireModel):
     include_timeline: Flag | None = Field(False, description="The end of the answer says why it took as long as it did.")
     stream: Flag | None = False
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    timeout_s: Real | None = Field(
+        None,
+        gt=0,
+        le=86400,
+        description="Seconds from arrival, queue included; then the answer ends with what there is, finish_reason `length` and "
+        "stop_reason `deadline`.  The header X-Request-Timeout says the same; the lesser of the two counts.",
+    )
     user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
     x_fault: FaultRequest | None = None
 
@@ -130,6 +140,10 @@ class GenerationRequest(WireModel):
     @property
     def wants_running_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def wants_resumable(self) -> bool:
+        return bool(self.stream_options and self.stream_options.resumable)
 
     @property
     def adds_special_tokens(self) -> bool:

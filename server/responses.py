@@ -146,7 +146,7 @@ class ModelList(Shape):
 
 class PromptState(Shape):
     status: Literal["waiting", "running", "swapped", "finished"]
-    finish_reason: Literal["stop", "length", "abort", "error"] | None
+    finish_reason: Literal["stop", "length", "abort", "error", "deadline"] | None
     prompt_tokens: int
     completion_tokens: int
     timeline: TimelineShape

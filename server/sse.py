@@ -1,14 +1,14 @@
-"""Server-sent events: the bytes of a stream, its end, and what happens when it breaks or its reader leaves.
+"""Server-sent events: what a stream says, its end, and what happens when it breaks or its reader leaves.
 
-No event has an id, so a keep-alive comment can stand anywhere: official clients dispatch an event at *every* blank line once they
-have seen one `id:` field.
+Events have ids only where the client asked for a stream that can be resumed (see shared.py): official clients dispatch an event at
+*every* blank line once they have seen one `id:` field, so that comments must then come without one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
@@ -19,7 +19,14 @@ from pagestream.server.errors import as_api_error
 
 log = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
+DONE = "[DONE]"
+
+
+class Event(NamedTuple):
+    """What one event says.  `lane` is the choice it tells of, or their number for what concerns all of them."""
+
+    lane: int
+    data: str
 
 
 def data_event(text: str) -> bytes:
@@ -27,30 +34,36 @@ def data_event(text: str) -> bytes:
     return b"data: " + text.encode("ascii") + b"\n\n"
 
 
-async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
-    """The whole stream: chunks, the usage where asked for, [DONE].
+async def answer_events(answer: Answer) -> AsyncIterator[list[Event]]:
+    """The whole stream: chunks, the usage where asked for, [DONE].  Those of one moment come together.
 
     A failure can no longer change the status: it becomes one event with the error envelope, and no finish_reason is made up.
     """
     head = encode(answer.head(answer.chunk_name))[:-1]
     wants_usage, is_running = answer.request.wants_usage, answer.request.wants_running_usage
     tail = ',"usage":null}' if wants_usage else "}"
+    last_lane = answer.num_choices
     try:
         async for pieces in answer.pieces():
             if is_running:
                 tail = f',"usage":{encode(answer.usage())}}}'
             choices = [choice for piece in pieces if not piece.is_empty() for choice in answer.chunk_choices(piece)]
             if choices:
-                # Of one moment, so in one write: a step that moves n answers costs one wake-up of the client.
-                yield b"".join([data_event(f'{head},"choices":[{encode(choice)}]{tail}') for choice in choices])
+                yield [Event(choice["index"], f'{head},"choices":[{encode(choice)}]{tail}') for choice in choices]
         last = {**({"usage": answer.usage()} if wants_usage else {}), **answer.timeline()}
         if last:
-            yield data_event(f'{head},"choices":[],{encode(last)[1:]}')
+            yield [Event(last_lane, f'{head},"choices":[],{encode(last)[1:]}')]
     except Exception as error:
         answer.abort()  # at once: what else this request asked for must not run on while a slow reader takes the news
         log.error("%s failed in its stream: %s", answer.id, error, exc_info=not isinstance(error, EngineError))
-        yield data_event(encode(as_api_error(error).envelope()))
-    yield DONE
+        yield [Event(last_lane, encode(as_api_error(error).envelope()))]
+    yield [Event(last_lane, DONE)]
+
+
+async def answer_bytes(answer: Answer) -> AsyncIterator[bytes]:
+    """The stream without ids.  What is of one moment goes in one write: a step that moves n answers wakes the client once."""
+    async for events in answer_events(answer):
+        yield b"".join([data_event(event.data) for event in events])
 
 
 class AnswerStream(EventSourceResponse):
@@ -58,7 +71,7 @@ class AnswerStream(EventSourceResponse):
 
     def __init__(self, answer: Answer, keep_alive_interval_s: float):
         super().__init__(
-            answer_events(answer),
+            answer_bytes(answer),
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             ping=keep_alive_interval_s,
             ping_message_factory=keep_alive,

@@ -5,7 +5,8 @@ EngineError
  ├─ ClientError(param, code)        the caller can fix it; 4xx
  │   ├─ InvalidRequest              bad value, unknown name, bad schema                     400 / 404
  │   ├─ ContextLengthExceeded       prompt + max_tokens can never fit                       400
- │   └─ Overloaded(retry_after_s)   queue full (429), draining or loading (503)
+ │   ├─ Overloaded(retry_after_s)   queue full (429), draining or loading (503)
+ │   └─ DeadlineExceeded            its time was over before it had anything                408
  └─ EngineFault                     our fault; 5xx
      ├─ RequestFailed               one request was found guilty of a failing step; the others go on
      ├─ EngineDead                  the loop stopped; every stream ends with it
@@ -59,6 +60,15 @@ class Overloaded(ClientError):
         super().__init__(message, code="server_draining" if draining else "server_overloaded")
         self.retry_after_s = retry_after_s
         self.draining = draining
+
+
+class DeadlineExceeded(ClientError):
+    """The time that the caller gave was over before there was anything to give back."""
+
+    def __init__(self, timeout_s: float):
+        super().__init__(
+            f"nothing was generated within timeout_s, which is {timeout_s:g}", param="timeout_s", code="deadline_exceeded"
+        )
 
 
 class EngineFault(EngineError):

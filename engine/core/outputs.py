@@ -18,6 +18,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    DEADLINE = "deadline"  # its time was over
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,3 +30,4 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached blocks
     fault: Fault | None = None
     include_timeline: bool = False  # on the last output
+    deadline_s: float | None = None  # of the monotonic clock: when it ends with what there is

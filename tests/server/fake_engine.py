@@ -127,6 +127,9 @@ class FakeStream:
     def abort(self) -> None:
         self.engine.end(self, FinishReason.ABORT, None)
 
+    def keep_deltas(self) -> None:
+        """They are kept anyway."""
+
     # One step
 
     def step(self) -> None:
@@ -349,6 +352,7 @@ class FakeEngine:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         include_timeline: bool = False,
+        timeout_s: float | None = None,
     ) -> list[FakeStream]:
         await asyncio.sleep(self.admission_s)
         if fault is not None and not self.allows_faults:

@@ -120,7 +120,7 @@ def test_counters_close(start):
     text = live.complete(prompt="The counting house", max_tokens=20, **GREEDY).json()["choices"][0]["text"]
     usage.append(live.complete(prompt="The counting house", max_tokens=20, **GREEDY, stop=[text[10:14]]).json()["usage"])
     live.complete(prompt="a", temperature=-1)
-    live.complete(prompt="a", max_tokens=20, x_fault={"kind": "raise", "at_token": 3})
+    live.complete(prompt="a", max_tokens=20, ignore_eos=True, x_fault={"kind": "raise", "at_token": 3})
     assert [live.metric(finished + reason) for reason in ("stop", "length", "abort", "error")] == [1, 3, 0, 1]
     usage.append(
         {"prompt_tokens": 18 + 1, "completion_tokens": 20 + 3}

@@ -268,7 +268,7 @@ def test_what_asks_for_nothing_is_taken(live: Live):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
-        ({"stream": True, "stream_options": {"resumable": True}}, "stream_options.resumable"),
+        ({"stream": True, "stream_options": {"resumes": True}}, "stream_options.resumes"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"use_beam_search": True, "temperature": 0}, "use_beam_search"),

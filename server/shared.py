@@ -1,0 +1,312 @@
+"""Answers that outlive their connection: streams that can be resumed, and requests that may be sent twice.
+
+Such an answer is computed by a task of its own.  Its events are kept, and any number of readers take them from wherever they
+stand.  An event's id is a position: how many events of each choice, and of what concerns all choices, its reader has had by then.
+So ids mean the same whatever order the choices' events came in, also when a restarted server computes the answer again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from pagestream.engine import InvalidRequest, Overloaded
+from pagestream.server.answer import Answer, encode
+from pagestream.server.body import IDEMPOTENCY_KEY
+from pagestream.server.errors import NO_RETRY, HttpError
+from pagestream.server.settings import ServerSettings
+from pagestream.server.sse import Event, answer_events, keep_alive
+
+log = logging.getLogger(__name__)
+
+MAX_KEY_CHARS = 255
+MAX_CHOICES = 32  # a position names each of them, in every event
+MAX_SHARED = 4096  # answers, whatever their size
+MAX_WRITE_BYTES = 1 << 16
+EVENT_BYTES = 150  # what an event costs besides its text
+
+Position = tuple[int, ...]  # events had, by lane
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An Idempotency-Key, within what its owner may see, and what it was sent with."""
+
+    key: str
+    digest: str
+
+
+def claim_of(http: Request) -> Claim | None:
+    """Raises InvalidRequest for a key that is none."""
+    key = http.headers.get(IDEMPOTENCY_KEY)
+    if key is None:
+        return None
+    if not 1 <= len(key) <= MAX_KEY_CHARS or not key.isprintable():
+        raise InvalidRequest(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} printable characters", param="Idempotency-Key")
+    owner = http.headers.get("authorization", "")
+    return Claim(hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest(), f"{http.url.path} {http.state.body_digest}")
+
+
+class SharedAnswer:
+    """One answer, its task, and what of it there is so far.  Event loop's thread only.
+
+    `attach` and `detach` count readers.  An unfinished answer without any is ended after some time.
+    """
+
+    def __init__(self, answer: Answer, admission: Callable[[], Awaitable[None]], claim: Claim | None, owner: SharedAnswers):
+        self.id = answer.id
+        self.claim = claim
+        self.is_done = self.has_failed = False
+        self.num_bytes = 0
+        self._answer = answer
+        self._owner = owner
+        self._log: list[Event] = []
+        self._whole: bytes | None = None
+        self._num_readers = 0
+        self._waiting: set[asyncio.Event] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._admission = asyncio.ensure_future(admission())
+        self._task = asyncio.create_task(self._run(), name=f"answer {self.id}")
+
+    @property
+    def num_lanes(self) -> int:
+        return self._answer.num_choices + 1
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self._answer.request.stream)
+
+    # ---- readers ----------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        self._num_readers += 1
+        self._stop_timer()
+
+    def detach(self) -> None:
+        self._num_readers -= 1
+        if not self._num_readers:
+            settings = self._owner.settings
+            self._start_timer(settings.stream_keep_s if self.is_done else settings.stream_resume_timeout_s)
+
+    @property
+    def has_readers(self) -> bool:
+        return self._num_readers > 0
+
+    async def until_admitted(self) -> None:
+        """Raises what the admission raised.  Whoever waits may be cancelled without harm to the others."""
+        await asyncio.shield(self._admission)
+
+    async def until_whole(self) -> bytes:
+        """The body of a whole answer.  Raises as `until_admitted`, and what the answer failed with."""
+        await asyncio.shield(self._task)
+        assert self._whole is not None
+        return self._whole
+
+    async def blocks(self, after: Position, *, with_ids: bool) -> AsyncIterator[bytes]:
+        """The events after a position, those that are there in one piece, then the others as they come."""
+        news = asyncio.Event()
+        self._waiting.add(news)
+        had = [0] * self.num_lanes
+        at = 0
+        try:
+            while True:
+                block = bytearray()
+                while at < len(self._log) and len(block) < MAX_WRITE_BYTES:
+                    event = self._log[at]
+                    at += 1
+                    had[event.lane] += 1
+                    if had[event.lane] > after[event.lane]:
+                        if with_ids:
+                            block += f"id: {'.'.join(str(max(pair)) for pair in zip(had, after, strict=True))}\n".encode()
+                        block += b"data: " + event.data.encode("ascii") + b"\n\n"
+                if block:
+                    yield bytes(block)
+                elif at == len(self._log):
+                    if self.is_done:
+                        return
+                    news.clear()
+                    await news.wait()
+        finally:
+            self._waiting.discard(news)
+
+    def _counts(self) -> list[int]:
+        counts = [0] * self.num_lanes
+        for event in self._log:
+            counts[event.lane] += 1
+        return counts
+
+    def is_end(self, position: Position) -> bool:
+        return list(position) == self._counts()
+
+    def is_beyond(self, position: Position) -> bool:
+        return any(had > count for had, count in zip(position, self._counts(), strict=True))
+
+    # ---- the task ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            await asyncio.shield(self._admission)
+            if not self.is_stream:
+                self._whole = encode(await self._answer.whole()).encode("ascii")
+                self.num_bytes += len(self._whole)
+                return
+            async for events in answer_events(self._answer):
+                self._log += events
+                self.num_bytes += sum(len(event.data) + EVENT_BYTES for event in events)
+                self.has_failed = self.has_failed or any(event.data.startswith('{"error"') for event in events)
+                self._tell()
+        except BaseException:
+            self.has_failed = True
+            raise
+        finally:
+            self._answer.abort()
+            self._admission.cancel()  # nothing, unless this task was ended while it waited for it
+            self.is_done = True
+            self._tell()
+            self._owner.ended(self)
+            if not self._num_readers:
+                self._start_timer(self._owner.settings.stream_keep_s)
+
+    def end(self) -> asyncio.Task[None]:
+        """Stop computing it; readers get what there is."""
+        self._stop_timer()
+        self._task.cancel()
+        return self._task
+
+    def _tell(self) -> None:
+        for news in self._waiting:
+            news.set()
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._owner.drop, self)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class SharedAnswers:
+    """All of them, by id and by Idempotency-Key.  What is kept is bounded in bytes, in number and in time."""
+
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self._by_id: OrderedDict[str, SharedAnswer] = OrderedDict()
+        self._by_key: dict[str, SharedAnswer] = {}
+
+    def begin(self, answer: Answer, admission: Callable[[], Awaitable[None]], claim: Claim | None) -> SharedAnswer:
+        """Raises Overloaded if nothing more can be kept."""
+        self._make_room()
+        shared = SharedAnswer(answer, admission, claim, self)
+        # Nobody may be left to hear what it failed with.
+        shared._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        shared._admission.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._by_id[shared.id] = shared
+        if claim is not None:
+            self._by_key[claim.key] = shared
+        return shared
+
+    async def find(self, answer_id: str) -> SharedAnswer | None:
+        shared = self._by_id.get(answer_id)
+        return shared if shared is not None and shared.is_stream else None
+
+    def find_claimed(self, claim: Claim) -> SharedAnswer | None:
+        """The answer that was begun under this key; raises HttpError (409) if that was another request."""
+        shared = self._by_key.get(claim.key)
+        if shared is None or shared.claim is None:
+            return None
+        if shared.claim.digest != claim.digest:
+            raise HttpError(
+                409,
+                "this Idempotency-Key came with another request before",
+                param="Idempotency-Key",
+                code="idempotency_conflict",
+                headers=NO_RETRY,
+            )
+        return shared
+
+    def ended(self, shared: SharedAnswer) -> None:
+        """What failed is not given again under its key: a second try may succeed."""
+        if shared.has_failed and shared.claim is not None and self._by_key.get(shared.claim.key) is shared:
+            del self._by_key[shared.claim.key]
+
+    def drop(self, shared: SharedAnswer) -> None:
+        if self._by_id.pop(shared.id, None) is None:
+            return
+        if not shared.is_done:
+            log.info("%s is ended: nobody came back for it", shared.id)
+        if shared.claim is not None and self._by_key.get(shared.claim.key) is shared:
+            del self._by_key[shared.claim.key]
+        shared.end()
+
+    async def close(self) -> None:
+        shared, self._by_id = list(self._by_id.values()), OrderedDict()
+        await asyncio.gather(*(each.end() for each in shared), return_exceptions=True)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shared.num_bytes for shared in self._by_id.values())
+
+    def _make_room(self) -> None:
+        """Drop the oldest that nobody reads and that are done, as far as needed."""
+        limit = self.settings.stream_memory_bytes
+        for shared in list(self._by_id.values()):
+            if self.num_bytes < limit and len(self._by_id) < MAX_SHARED:
+                return
+            if shared.is_done and not shared.has_readers:
+                self.drop(shared)
+        if self.num_bytes >= limit or len(self._by_id) >= MAX_SHARED:
+            raise Overloaded("as many resumable and idempotent answers are kept as memory is set aside for", retry_after_s=5.0)
+
+
+def position_of(last_event_id: str | None, num_lanes: int) -> Position:
+    """Raises InvalidRequest for what can't be the id of an event of a stream with so many lanes."""
+    if last_event_id is None or last_event_id == "":
+        return (0,) * num_lanes
+    parts = last_event_id.split(".")
+    if len(parts) != num_lanes or not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts):
+        raise InvalidRequest("Last-Event-ID names no event of this stream", param="Last-Event-ID")
+    return tuple(map(int, parts))
+
+
+class SharedStream(EventSourceResponse):
+    """The response of one reader, who must have been attached; detached at the end, however that comes."""
+
+    def __init__(
+        self,
+        shared: SharedAnswer,
+        keep_alive_interval_s: float,
+        *,
+        with_ids: bool = True,
+        position: Position | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(
+            shared.blocks(position or (0,) * shared.num_lanes, with_ids=with_ids),
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})},
+            ping=keep_alive_interval_s,
+            ping_message_factory=bare_keep_alive if with_ids else keep_alive,
+            sep="\n",
+        )
+        self.shared = shared
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.shared.detach()
+
+
+def bare_keep_alive() -> Any:
+    """Without the blank line, at which an official client that has seen an id would expect an event."""
+    return b": keep-alive\n"

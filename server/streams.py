@@ -1,0 +1,42 @@
+"""GET /v1/streams/{id}: a resumable stream goes on where its reader was cut off."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Header, Request, Response
+
+from pagestream.engine import InvalidRequest
+from pagestream.server.errors import HttpError
+from pagestream.server.settings import ServerSettings
+from pagestream.server.shared import SharedAnswers, SharedStream, position_of
+
+
+async def get_stream(
+    http: Request,
+    stream_id: str,
+    last_event_id: Annotated[
+        str | None, Header(alias="Last-Event-ID", description="The id of the last event that arrived; without it, all events.")
+    ] = None,
+) -> Response:
+    settings: ServerSettings = http.app.state.settings
+    answers: SharedAnswers = http.app.state.shared_answers
+    shared = await answers.find(stream_id)
+    if shared is None:
+        raise HttpError(
+            404, "no such stream: it never was resumable, or is not kept any more", param="stream_id", code="stream_not_found"
+        )
+    http.state.answer_id = shared.id
+    shared.attach()
+    try:
+        await shared.until_admitted()
+        position = position_of(last_event_id, shared.num_lanes)
+        if shared.is_done and shared.is_beyond(position):
+            raise InvalidRequest("Last-Event-ID names no event of this stream", param="Last-Event-ID")
+    except BaseException:
+        shared.detach()
+        raise
+    if shared.is_done and shared.is_end(position):
+        shared.detach()
+        return Response(status_code=204)  # tells a browser not to come back
+    return SharedStream(shared, settings.sse_keep_alive_interval_s, position=position)
