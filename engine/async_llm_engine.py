@@ -50,7 +50,7 @@ class AsyncLLMEngine:
         self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="pagestream-step")
         self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="pagestream-text")
         self._death: EngineDead | None = None
-        self._step_started_s: float | None = None
+        self._progress_s: float | None = None  # when work came to an idle engine, or its last step ended; None: no work
         self._live = LiveView(built.engine)
 
     @classmethod
@@ -87,8 +87,9 @@ class AsyncLLMEngine:
 
     @property
     def stalled_s(self) -> float:
-        """How long the step in progress has been running; 0 between steps."""
-        return 0.0 if self._step_started_s is None else time.monotonic() - self._step_started_s
+        """How long no step has ended though there is work; 0 without any."""
+        since_s = self._progress_s  # once, as this may be asked on any thread
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def stats(self) -> StepStats:
         return self._engine.stats()
@@ -246,13 +247,14 @@ class AsyncLLMEngine:
             while True:
                 self._take_inbox()
                 if not self._engine.has_unfinished_requests():
+                    self._progress_s = None
                     self._idle.set()
                     self._wake.clear()
                     await self._wake.wait()
                     continue
-                self._step_started_s = time.monotonic()
+                self._progress_s = self._progress_s or time.monotonic()
                 outputs = await loop.run_in_executor(self._step_thread, self._engine.step)
-                self._step_started_s = None
+                self._progress_s = time.monotonic()
                 self._distribute(outputs)
                 self._live.between_steps()
         except asyncio.CancelledError:

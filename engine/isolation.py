@@ -1,4 +1,4 @@
-"""A step that fails is run again on halves of itself until the guilty sequence is alone."""
+"""A step that fails is run again on halves of itself until the guilty sequence is alone, or until what is left fits the memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def execute_isolated(executor: Executor, plan: StepPlan) -> StepResult:
         logger.exception("step %d failed; running it in parts", plan.step_id)
         if not plan.scheduled:
             raise EngineDead(f"a step without sequences failed: {error}") from error
-        first_error = error
+        first_error = error.with_traceback(None)  # its frames hold the step's tensors, and the parts need their memory
     try:
         # The copies once, before any part: a part's own writes must not be copied over.
         executor.execute(replace(plan, scheduled=()))
@@ -52,9 +52,32 @@ def narrow(executor: Executor, plan: StepPlan, rows: Sequence[ScheduledSequence]
     try:
         return [executor.execute(replace(plan, scheduled=tuple(rows)))]
     except Exception as error:
-        if len(rows) == 1:
+        is_divisible = len(rows) > 1 or is_out_of_memory(error) and len(rows[0].token_ids) > 1
+        if not is_divisible:
             return [StepResult(plan.step_id, {}, failed={rows[0].seq_id: f"{type(error).__name__}: {error}"})]
+    if len(rows) == 1:
+        return [compute_in_chunks(executor, plan, rows[0])]
     return [result for part in halves(rows) for result in narrow(executor, plan, part)]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """A fault of the step's size, not of any request."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
+def compute_in_chunks(executor: Executor, plan: StepPlan, row: ScheduledSequence) -> StepResult:
+    """A row that alone is too large for the memory, as two shorter ones: the same bits, since chunks don't show in the numbers."""
+    middle = len(row.token_ids) // 2
+    first = row._replace(token_ids=row.token_ids[:middle], samples=(), scored_token_ids=row.scored_token_ids[:middle])
+    second = row._replace(
+        token_ids=row.token_ids[middle:], start=row.start + middle, scored_token_ids=row.scored_token_ids[middle:]
+    )
+    (begun,) = narrow(executor, plan, [first])
+    if begun.failed:
+        return begun
+    (ended,) = narrow(executor, plan, [second])
+    scored = begun.prompt_logprobs.get(row.seq_id, ()) + ended.prompt_logprobs.get(row.seq_id, ())
+    return replace(ended, prompt_logprobs={row.seq_id: scored} if scored else {})
 
 
 def halves(rows: Sequence[ScheduledSequence]) -> list[Sequence[ScheduledSequence]]:

@@ -126,6 +126,9 @@ def serve(
     drain_timeout: Annotated[
         float, option("--drain-timeout", SERVER, "Seconds that running requests have after SIGTERM.")
     ] = 30.0,
+    stall_timeout: Annotated[
+        float, option("--stall-timeout", SERVER, "Seconds without the end of a step after which /readyz says 503; 0: never.")
+    ] = 60.0,
     stream_resume_timeout: Annotated[
         float, option("--stream-resume-timeout", SERVER, "Seconds that a resumable stream goes on without a reader.")
     ] = 60.0,

@@ -28,6 +28,7 @@ from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.requests import add_request_route
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswers
+from pagestream.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -42,9 +43,12 @@ def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metric
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await engine.start()
+        watchdog = Watchdog(engine, settings.stall_timeout_s)
+        watchdog.start()
         try:
             yield
         finally:
+            watchdog.stop()
             await engine.stop()
             await app.state.shared_answers.close()
 

@@ -71,8 +71,9 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         raise StartError("--sse-keep-alive-interval and --drain-timeout must not be negative")
     if options["max_body_size"] <= 0:
         raise StartError("--max-body-size must be above 0")
-    if options["stream_resume_timeout"] < 0 or options["stream_keep"] < 0:
-        raise StartError("--stream-resume-timeout and --stream-keep must not be negative")
+    for name in ("stall_timeout", "stream_resume_timeout", "stream_keep"):
+        if options[name] < 0:
+            raise StartError(f"--{name.replace('_', '-')} must not be negative")
     memory = options["stream_memory"]
     names = [name for given in options["served_model_name"] or [] for name in given.split() if name]
     return ServerSettings(
@@ -83,6 +84,7 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         max_body_bytes=int(options["max_body_size"] * MIB),
         drain_timeout_s=options["drain_timeout"],
+        stall_timeout_s=options["stall_timeout"],
         stream_resume_timeout_s=options["stream_resume_timeout"],
         stream_keep_s=options["stream_keep"],
         stream_memory_bytes=64 * MIB if memory is None else int(memory * 1024 * MIB),

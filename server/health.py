@@ -9,6 +9,7 @@ from fastapi import Request, Response
 
 from pagestream.server.errors import json_response
 from pagestream.server.metrics import Metrics
+from pagestream.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -31,9 +32,14 @@ async def get_health(http: Request) -> Response:
 
 
 async def get_readiness(http: Request) -> Response:
-    """Whether new requests should be sent here: false from the first moment of a drain."""
+    """Whether new requests should be sent here: false from the first moment of a drain, and while steps do not end."""
     engine: AsyncLLMEngine = http.app.state.engine
-    return verdict(engine.is_ready and not engine.is_dead, "ready", "the engine has ended" if engine.is_dead else "draining")
+    settings: ServerSettings = http.app.state.settings
+    if engine.is_dead:
+        return verdict(False, "ready", "the engine has ended")
+    if 0 < settings.stall_timeout_s < engine.stalled_s:
+        return verdict(False, "ready", f"stalled: no step has ended for {engine.stalled_s:.0f} s")
+    return verdict(engine.is_ready, "ready", "draining")
 
 
 async def get_version(http: Request) -> dict[str, Any]:

@@ -251,6 +251,7 @@ class FakeEngine:
         self.admission_s = 0.0
         self.is_dead = self.is_draining = self.is_paused = False
         self.is_started = False
+        self.stalled_s = 0.0
         self.task: asyncio.Task[None] | None = None
 
     @property
