@@ -107,7 +107,7 @@ class AsyncLLMEngine:
         """Every block and every request, between two steps: waits for the one in progress.  Raises EngineDead."""
         if self._death is not None:
             raise self._death
-        return self._live.take() if self._step_started_s is None else await self._live.at_next_step()
+        return self._live.take() if self._progress_s is None else await self._live.at_next_step()
 
     def render_chat(self, messages: list[dict], **options: Any) -> str:
         """The prompt that the model's chat template makes of the messages.  Raises InvalidRequest."""
