@@ -138,6 +138,7 @@ def serve(
     stream_memory: Annotated[
         float | None, sized("--stream-memory", SERVER, "Memory for answers that are kept; default: 64 MiB.")
     ] = None,
+    ui: Annotated[bool, option("--ui/--no-ui", SERVER, "Serve the page at /: playground and live view of the engine.")] = True,
     log_level: Annotated[str, option("--log-level", SERVER, "debug, info, warning or error.")] = "info",
     enable_fault_injection: Annotated[
         bool, option("--enable-fault-injection", TESTING, "Obey x_fault in requests. Not for production.")
@@ -189,6 +190,8 @@ def print_start(engine: AsyncLLMEngine, settings: ServerSettings, host: str, por
     url = f"http://{reachable}:{port}/v1"
     print(f"pagestream {version('pagestream')} serves {', '.join(settings.served_model_names)} at {url}")
     print(f"  {engine.kv_summary}")
+    if settings.ui:
+        print(f"  see it work: {url.removesuffix('/v1')}/")
     key = f" -H 'Authorization: Bearer {'<key>'}'" if settings.api_keys else ""
     body = f'{{"model": "{settings.name}", "prompt": "The capital of France is", "max_tokens": 16}}'
     print(f"  try: curl {url}/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

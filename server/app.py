@@ -24,6 +24,7 @@ from pagestream.server.openapi import (
     describe_stream,
     with_request_schemas,
 )
+from pagestream.server.pages import add_pages
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.requests import add_request_route
 from pagestream.server.settings import ServerSettings
@@ -60,6 +61,8 @@ def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metric
     app.state.created = int(time.time())
     app.state.live = LiveFeed(engine)
     metrics.watch(engine)
+    if settings.ui:
+        add_pages(app)
     # The last one added is the outermost.
     if settings.api_keys:
         app.add_middleware(ApiKey, keys=settings.api_keys)

@@ -88,4 +88,5 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         stream_resume_timeout_s=options["stream_resume_timeout"],
         stream_keep_s=options["stream_keep"],
         stream_memory_bytes=64 * MIB if memory is None else int(memory * 1024 * MIB),
+        ui=options["ui"],
     )

@@ -22,6 +22,7 @@ class ServerSettings:
     stream_resume_timeout_s: float = 60.0  # how long a resumable stream without a reader goes on
     stream_keep_s: float = 300.0  # how long a finished one can still be read
     stream_memory_bytes: int = 64 * MIB  # of all that is kept for resumption
+    ui: bool = True  # the page at /
 
     @property
     def name(self) -> str:

@@ -1,0 +1,107 @@
+// The engine's state as the events of GET /v1/engine/events add up to it, and what the page remembers beyond it.
+
+const HISTORY_S = 180;
+const MAX_ENDED = 40;
+
+export class EngineState {
+  constructor() {
+    this.engine = {};
+    this.blocks = new Map(); // id -> [owner or null, references, flags]
+    this.swap = new Map();
+    this.requests = new Map(); // number -> request; `tables` whole, `moves` [[second, status], …]
+    this.ended = []; // the latest first
+    this.points = []; // one a second: what the charts show
+    this.last = null; // totals and time of the latest point
+  }
+
+  /** Take one event in. */
+  apply(event) {
+    if (event.kind === "full") {
+      this.blocks.clear();
+      this.swap.clear();
+      const known = new Set(Object.keys(event.requests).map(Number));
+      for (const number of [...this.requests.keys()]) if (!known.has(number)) this.#end(number);
+      this.last = null;
+    }
+    merge(this.engine, event.engine ?? {});
+    mergeMap(this.blocks, event.blocks ?? {});
+    mergeMap(this.swap, event.swap ?? {});
+    for (const [key, change] of Object.entries(event.requests ?? {})) this.#change(Number(key), change, event.kind === "full");
+    this.#measure();
+  }
+
+  #change(number, change, isWhole) {
+    if (change === null) return this.#end(number);
+    const request = this.requests.get(number) ?? { number, tables: [], moves: [] };
+    if (change.status && change.status !== request.status) {
+      const since = request.moves.length ? this.engine.now_s : change.arrival_s ?? this.engine.now_s;
+      if (!request.moves.length && change.status !== "waiting") request.moves.push([since, "waiting"]);
+      request.moves.push([request.moves.length ? this.engine.now_s : since, change.status]);
+    }
+    const tables = change.tables;
+    Object.assign(request, change);
+    if (tables) request.tables = isWhole ? tables : tables.map(([kept, more], index) => [...(request.kept?.[index] ?? []).slice(0, kept), ...more]);
+    request.kept = request.tables;
+    this.requests.set(number, request);
+  }
+
+  #end(number) {
+    const request = this.requests.get(number);
+    if (!request) return;
+    this.requests.delete(number);
+    this.ended.unshift({ ...request, status: "ended", ended_s: this.engine.now_s, moves: [...request.moves, [this.engine.now_s, "ended"]] });
+    this.ended.length = Math.min(this.ended.length, MAX_ENDED);
+  }
+
+  find(number) {
+    return this.requests.get(number) ?? this.ended.find((each) => each.number === number);
+  }
+
+  count(status) {
+    let count = 0;
+    for (const request of this.requests.values()) count += request.status === status;
+    return count;
+  }
+
+  get usage() {
+    return this.engine.num_blocks ? 1 - this.engine.num_free / this.engine.num_blocks : 0;
+  }
+
+  /** The latest point, or zeros. */
+  get now() {
+    return this.points.at(-1) ?? { tokens: 0, prompt: 0, schedule: 0, execute: 0, judge: 0 };
+  }
+
+  #measure() {
+    const now = this.engine;
+    const before = this.last;
+    if (before && now.now_s - before.now_s < 1) return;
+    this.last = { ...now };
+    if (!before || now.num_steps < before.num_steps) return;
+    const spent = now.now_s - before.now_s;
+    const steps = Math.max(1, now.num_steps - before.num_steps);
+    const sampled = now.num_sampled_tokens - before.num_sampled_tokens;
+    this.points.push({
+      at: now.now_s,
+      tokens: sampled / spent,
+      prompt: Math.max(0, now.num_scheduled_tokens - before.num_scheduled_tokens - sampled) / spent,
+      schedule: (now.schedule_s - before.schedule_s) / steps,
+      execute: (now.execute_s - before.execute_s) / steps,
+      judge: (now.judge_s - before.judge_s) / steps,
+      usage: this.usage,
+      running: this.count("running"), waiting: this.count("waiting"), swapped: this.count("swapped"),
+    });
+    while (this.points.length && this.points[0].at < now.now_s - HISTORY_S) this.points.shift();
+  }
+}
+
+function merge(target, change) {
+  for (const [key, value] of Object.entries(change)) target[key] = value;
+}
+
+function mergeMap(target, change) {
+  for (const [key, value] of Object.entries(change)) {
+    if (value === null) target.delete(Number(key));
+    else target.set(Number(key), value);
+  }
+}

@@ -1,0 +1,206 @@
+// The live view: tiles, block maps, requests, one request's story, charts.
+
+import { call, eventsOf } from "./api.js";
+import { Chart } from "./charts.js";
+import { EngineState } from "./engine-state.js";
+import { BlockGrid } from "./grid.js";
+import { $, colourOf, compact, isDark, make, seconds, whole } from "./parts.js";
+
+const STATES = { running: "running", swapped: "swapped out", waiting: "waiting", ended: "ended" };
+const ORDER = ["running", "swapped", "waiting"];
+const AGAIN_MS = 2000;
+
+export class LiveView {
+  constructor({ onRefused }) {
+    this.onRefused = onRefused;
+    this.state = new EngineState();
+    this.chosen = null;
+    this.stream = null;
+    this.isDrawing = false;
+    const onChoose = (number) => this.choose(number);
+    this.grid = new BlockGrid($("grid"), { note: $("block-note"), onChoose });
+    this.swapGrid = new BlockGrid($("swap-grid"), { note: $("block-note"), onChoose });
+    $("close-detail").addEventListener("click", () => this.choose(null));
+    addEventListener("resize", () => this.redraw());
+    const milli = (value) => `${(value * 1000).toFixed(1)} ms`;
+    this.charts = [
+      new Chart($("charts"), {
+        title: "Throughput", write: (point) => `${whole.format(Math.round(point.tokens))} tokens/s`,
+        lines: [["generated", "accent", (point) => point.tokens], ["prompts", "amber", (point) => point.prompt]],
+      }),
+      new Chart($("charts"), {
+        title: "Step time", isStacked: true, write: (point) => milli(point.schedule + point.execute + point.judge),
+        lines: [
+          ["execute", "accent", (point) => point.execute], ["judge", "violet", (point) => point.judge],
+          ["schedule", "amber", (point) => point.schedule],
+        ],
+      }),
+      new Chart($("charts"), {
+        title: "KV cache in use", top: 1, write: (point) => `${Math.round(point.usage * 100)} %`,
+        lines: [["used", "accent", (point) => point.usage]],
+      }),
+      new Chart($("charts"), {
+        title: "Requests", write: (point) => `${point.running} / ${point.waiting} / ${point.swapped}`,
+        lines: [
+          ["running", "accent", (point) => point.running], ["waiting", "amber", (point) => point.waiting],
+          ["swapped", "violet", (point) => point.swapped],
+        ],
+      }),
+    ];
+  }
+
+  open() {
+    if (this.stream) return;
+    this.stream = new AbortController();
+    this.#follow(this.stream.signal);
+  }
+
+  close() {
+    this.stream?.abort();
+    this.stream = null;
+  }
+
+  async #follow(signal) {
+    while (!signal.aborted) {
+      try {
+        const response = await call("v1/engine/events", { signal });
+        $("live-status").textContent = "";
+        for await (const event of eventsOf(response)) {
+          this.state.apply(event);
+          this.redraw();
+        }
+        $("live-status").textContent = "The server has ended the view; trying again…";
+      } catch (error) {
+        if (signal.aborted) return;
+        if (this.onRefused(error)) return this.close();
+        $("live-status").textContent = `No connection (${error.message}); trying again…`;
+      }
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+  }
+
+  choose(number) {
+    const was = this.chosen;
+    this.chosen = number === was ? null : number;
+    $("detail").hidden = this.chosen === null;
+    this.redraw();
+    if (this.chosen === null && was !== null) document.querySelector(`[data-number="${was}"] button`)?.focus();
+  }
+
+  /** With the screen's next frame, however many events come before it. */
+  redraw() {
+    if (this.isDrawing || $("live").hidden) return;
+    this.isDrawing = true;
+    requestAnimationFrame(() => {
+      this.isDrawing = false;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    const { engine, blocks, swap } = this.state;
+    if (engine.num_blocks === undefined) return;
+    this.#tiles();
+    this.grid.draw(blocks, engine.num_blocks, this.chosen);
+    $("grid").setAttribute("aria-label", `Map of ${engine.num_blocks} KV blocks, ${engine.num_free} of them free`);
+    $("grid").dataset.free = engine.num_free;
+    $("swap-box").hidden = !engine.num_swap_blocks;
+    if (engine.num_swap_blocks) {
+      this.swapGrid.draw(swap, engine.num_swap_blocks, this.chosen);
+      $("swap-grid").setAttribute("aria-label", `Map of ${engine.num_swap_blocks} swap blocks, ${engine.num_swap_free} of them free`);
+    }
+    this.#rows();
+    this.#detail();
+    for (const chart of this.charts) chart.draw(this.state.points);
+  }
+
+  #tiles() {
+    const state = this.state;
+    const engine = state.engine;
+    const now = state.now;
+    const hits = engine.num_queried_tokens ? `${Math.round((100 * engine.num_hit_tokens) / engine.num_queried_tokens)} %` : "–";
+    const tiles = [
+      ["Running", state.count("running")], ["Waiting", state.count("waiting")], ["Swapped out", state.count("swapped")],
+      ["Tokens/s", compact.format(now.tokens)], ["Step", seconds(now.schedule + now.execute + now.judge)],
+      ["Blocks free", `${whole.format(engine.num_free)} of ${whole.format(engine.num_blocks)}`], ["Prefix hits", hits],
+      ["Gave way", whole.format(engine.num_preempted)], ["Copies on write", whole.format(engine.num_copied_blocks)],
+    ];
+    $("tiles").replaceChildren(...tiles.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
+  }
+
+  #rows() {
+    const requests = [...this.state.requests.values()]
+      .sort((one, other) => ORDER.indexOf(one.status) - ORDER.indexOf(other.status) || one.number - other.number);
+    $("no-requests").hidden = requests.length > 0;
+    const body = $("requests");
+    const known = new Map([...body.children].map((row) => [Number(row.dataset.number), row]));
+    const rows = requests.map((request) => this.#row(known.get(request.number) ?? this.#newRow(request.number), request));
+    // Rows that stay keep their element, and with it the focus.
+    for (const [number, row] of known) if (!this.state.requests.has(number)) row.remove();
+    rows.forEach((row, at) => body.children[at] === row || body.insertBefore(row, body.children[at] ?? null));
+  }
+
+  #newRow(number) {
+    const swatch = make("i", { className: "swatch" });
+    const button = make("button", { type: "button", className: "plain" }, swatch, make("span", {}));
+    button.addEventListener("click", () => this.choose(number));
+    const row = make("tr", {}, make("th", { scope: "row" }, button), ...Array.from({ length: 6 }, () => make("td")));
+    row.dataset.number = number;
+    return row;
+  }
+
+  #row(row, request) {
+    const [head, ...cells] = row.children;
+    head.querySelector(".swatch").style.background = colourOf(request.number, isDark());
+    head.querySelector("span").textContent = `#${request.number}`;
+    head.firstChild.setAttribute("aria-pressed", request.number === this.chosen);
+    row.className = `is-${request.status}`;
+    const blocks = new Set(request.tables.flat()).size;
+    const texts = [
+      STATES[request.status], seconds(Math.max(0, this.state.engine.now_s - request.arrival_s)), whole.format(request.num_prompt_tokens),
+      `${whole.format(request.num_output_tokens)}`, whole.format(blocks), gaveWay(request),
+    ];
+    cells.forEach((cell, at) => (cell.textContent = texts[at]));
+    return row;
+  }
+
+  #detail() {
+    const request = this.chosen === null ? null : this.state.find(this.chosen);
+    if (!request) return;
+    $("detail-title").textContent = `Request #${request.number}, ${STATES[request.status]}`;
+    const facts = [
+      ["Id", request.request_id], ["Prompt", `${whole.format(request.num_prompt_tokens)} tokens, ${request.num_cached_tokens} from the cache`],
+      ["Answer", `${whole.format(request.num_output_tokens)} of at most ${whole.format(request.max_tokens)} tokens`],
+      ["Steps", whole.format(request.num_steps)], ["Gave way", gaveWay(request)],
+    ];
+    const list = make("dl", { className: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const pool = request.status === "swapped" ? this.state.swap : this.state.blocks;
+    const tables = request.tables.map((table, index) => make("div", {},
+      make("h3", {}, request.tables.length > 1 ? `Block table of answer ${index + 1}` : "Block table"),
+      make("ol", { className: "table-blocks" }, ...table.map((id) => {
+        const isShared = pool.get(id)?.[1] > 1;
+        return make("li", { className: isShared ? "is-shared" : "", title: isShared ? "shared" : "" }, String(id));
+      }))));
+    $("detail-body").replaceChildren(list, make("h3", {}, "Timeline"), this.#timeline(request), ...tables);
+  }
+
+  #timeline(request) {
+    const start = request.arrival_s;
+    const end = request.ended_s ?? this.state.engine.now_s;
+    const spans = request.moves.filter(([, status]) => status !== "ended").map(([at, status], index) => {
+      const until = request.moves[index + 1]?.[0] ?? end;
+      const span = make("li", { className: `is-${status}` }, make("span", {}, `${STATES[status]} ${seconds(Math.max(0, until - at))}`));
+      span.style.flexGrow = Math.max(0.02, (until - at) / Math.max(0.001, end - start));
+      span.title = span.textContent;
+      return span;
+    });
+    return make("ol", { className: "timeline" }, ...spans);
+  }
+}
+
+function gaveWay(request) {
+  const parts = [];
+  if (request.num_preempted_swap) parts.push(`${request.num_preempted_swap} × swapped`);
+  if (request.num_preempted_recompute) parts.push(`${request.num_preempted_recompute} × recomputed`);
+  return parts.join(", ") || "never";
+}
