@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 UPDATE_S = 0.1
 MAX_SHARE = 0.02  # of the time may go into looking: a large pool is looked at less often
-IDLE_S = 0.5  # between looks while nothing runs
 CACHED, COPIED = 1, 2
 
 State = dict[str, dict[Any, Any]]
@@ -73,7 +72,7 @@ class LiveFeed:
                         return
                     spent_s = time.perf_counter() - start_s
                     # The view itself was taken within the same moment and costs about as much.
-                    await asyncio.sleep(max(UPDATE_S if view.requests else IDLE_S, 2 * spent_s / MAX_SHARE))
+                    await asyncio.sleep(max(UPDATE_S, 2 * spent_s / MAX_SHARE))
         except EngineDead:
             log.info("the live view ends with its engine")
         except Exception:

@@ -118,7 +118,7 @@ def test_the_blocks_add_up_while_requests_run_and_the_free_count_is_the_metric(l
 
         seen = []
         with ThreadPoolExecutor(8) as pool:
-            running = [pool.submit(complete, number) for number in range(8)]
+            running = [pool.submit(complete, number) for number in range(48)]
             while not all(one.done() for one in running):
                 # Blocks come and go between two looks: the metric must lie among the views just before and just after it.
                 before, metric = len(mirror.history), free_by_metric()
