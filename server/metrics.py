@@ -86,6 +86,9 @@ class Metrics:
         self.num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.")
         self.num_swapped = self._gauge("vllm:num_requests_swapped", "Requests whose blocks are in the swap pool.")
         self.kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full.")
+        self.num_blocks = self._gauge("pagestream:kv_blocks", "KV blocks of the pool.")
+        self.num_used_blocks = self._gauge("pagestream:kv_blocks_used", "KV blocks that somebody holds.")
+        self.stalled_s = self._gauge("pagestream:stalled_seconds", "How long no step has ended though there is work.")
 
     def _make_counters(self) -> None:
         self.preemptions = self._counter("vllm:num_preemptions", "Preemptions of running requests.")
@@ -127,6 +130,9 @@ class Metrics:
         self.request_generation_tokens = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens of a request.", NUM_TOKENS
         )
+        self.computed_prompt_tokens = self._histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that the cache did not have.", NUM_TOKENS
+        )
         self.request_n = self._histogram("vllm:request_params_n", "n of a request.", NUM_ANSWERS)
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request.", NUM_TOKENS)
         self.step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", STEP_TOKENS)
@@ -159,6 +165,7 @@ class Metrics:
     def prompt_computed(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_tokens_cached.inc(num_cached_tokens)
+        self.computed_prompt_tokens.observe(num_prompt_tokens - num_cached_tokens)
 
     def first_token(self, seconds_since_arrival: float) -> None:
         self.first_token_s.observe(seconds_since_arrival)
@@ -204,5 +211,8 @@ class Metrics:
             self.num_running.set(now.num_running)
             self.num_waiting.set(now.num_waiting)
             self.num_swapped.set(now.num_swapped)
+            self.num_blocks.set(now.num_blocks)
+            self.num_used_blocks.set(now.num_used_blocks)
+            self.stalled_s.set(self._engine.stalled_s)
             self.kv_usage.set(now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0)
         return generate_latest(self.registry)
