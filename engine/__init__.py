@@ -18,7 +18,7 @@ from pagestream.engine.core.errors import (
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, fold
 from pagestream.engine.core.request import Fault
-from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.sampling_params import Constraint, SamplingParams
 from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.core.step_plan import TokenLogprobs
 from pagestream.engine.core.timeline import RequestTimeline
@@ -56,6 +56,7 @@ __all__ = [
     "AsyncLLMEngine",
     "ClientError",
     "CompletionOutput",
+    "Constraint",
     "ContextLengthExceeded",
     "CostModel",
     "DeadlineExceeded",

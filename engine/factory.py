@@ -15,6 +15,8 @@ from pagestream.engine.core.config import EngineConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
+from pagestream.engine.features.structured.compiler import ConstraintCompiler
+from pagestream.engine.features.structured.mask import ConstraintMask
 from pagestream.engine.intake import Intake, Limits
 from pagestream.engine.llm_engine import LLMEngine
 from pagestream.engine.metrics import EngineListener
@@ -73,8 +75,10 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
         num_blocks, block_size, num_swap_blocks=num_swap_blocks, enable_prefix_caching=config.cache.enable_prefix_caching
     )
     injector = FaultInjector() if config.enable_fault_injection else None
+    constraints = ConstraintCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids)
+    sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)])
     runner = ModelRunner(
-        model, cache, Sampler(shape.eos_token_ids), block_size=block_size, device=device, injector=injector
+        model, cache, sampler, block_size=block_size, device=device, injector=injector
     )
     costs = measure_costs(runner, cache, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
     engine = LLMEngine(
@@ -90,6 +94,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
                 allows_faults=config.enable_fault_injection,
             ),
             config.model.seed,
+            constraints.check,
         ),
         scheduler=Scheduler(limits, blocks, costs),
         executor=runner,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pagestream.engine.core.config import SchedulingPolicy
 from pagestream.engine.core.errors import ContextLengthExceeded, InvalidRequest
 from pagestream.engine.core.request import Fault, Request
-from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.sampling_params import Constraint, SamplingParams
 from pagestream.engine.core.seeds import mix
 from pagestream.engine.core.stopping import most_blocks, most_tokens
 from pagestream.engine.text.tokenizer import Tokenizer
@@ -45,7 +45,14 @@ class RequestOptions:
 class Intake:
     """Thread-safe: prompts are tokenized on helper threads."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        seed: int | None,
+        check_constraint: Callable[[Constraint], None] | None = None,
+    ):
+        self._check_constraint = check_constraint  # raises InvalidRequest; may take its time
         self.limits = limits
         self.tokenizer = tokenizer
         self._base_seed = seed if seed is not None else int.from_bytes(os.urandom(8), "little")
@@ -67,6 +74,10 @@ class Intake:
         self._check_options(params, options)
         token_ids = self._token_ids(prompt, options, param)
         self._check_vocabulary(token_ids, params, param)
+        if params.constraint is not None:
+            if self._check_constraint is None:
+                raise InvalidRequest(f"{params.constraint.param} can't be enforced by this engine", param=params.constraint.param)
+            self._check_constraint(params.constraint)
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),

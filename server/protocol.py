@@ -11,12 +11,11 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import Fault, InvalidRequest, SamplingParams
+from pagestream.server.constraints import ResponseFormat, StructuredOutputs, find_constraint
 from pagestream.server.fields import Count, EarlyStopping, Flag, Prompts, Real, Stops, Text, Whole, WireModel
 
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -39,10 +38,8 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -126,6 +123,8 @@ class GenerationRequest(WireModel):
     )
     user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
     x_fault: FaultRequest | None = None
+    response_format: ResponseFormat | None = Field(None, description="JSON, of any kind or of a schema.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The language that the answer belongs to.")
 
     @model_validator(mode="after")
     def check_stream_options(self) -> Self:
@@ -157,6 +156,7 @@ class GenerationRequest(WireModel):
     def common_params(self) -> dict[str, Any]:
         """The arguments of SamplingParams that both kinds of request share; what is null is left to its default."""
         given = {name: getattr(self, name) for name in SHARED_PARAMS}
+        given["constraint"] = find_constraint(self.response_format, self.structured_outputs)
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -17,6 +17,7 @@ ROOMS = {
     "models": {"core", "attention", "kernels"},
     "sampling": {"core", "attention"},
     "runner": {"core", "attention", "models", "sampling"},
+    "features": {"core", "attention", "models", "sampling", "kernels"},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "sse_starlette", "prometheus_client", "typer", "pydantic"}
 # Features must not leak into the heart.
@@ -60,6 +61,14 @@ def test_rooms_of_the_engine_import_only_downwards(room):
                 continue
             target = parts[1] if parts[1] != "engine" else parts[2] if len(parts) > 2 else "hall"
             assert target in ROOMS[room] | {room}, f"{path} imports {module}"
+
+
+def test_no_feature_imports_another():
+    for path in sources("engine/features"):
+        own = path.relative_to(ROOT / "engine" / "features").parts[0]
+        for module in imports_of(path):
+            if module.startswith("pagestream.engine.features."):
+                assert module.split(".")[3] == own, f"{path} imports {module}"
 
 
 def test_core_imports_the_standard_library_only():

@@ -27,7 +27,17 @@ BEAM_VALUES: dict[str, tuple[Any, ...]] = {
     "stop": ((),),
     "logit_bias": ((),),
     "allowed_token_ids": (None,),
+    "constraint": (None,),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The language that an answer must belong to: what, not how.  Which kinds there are is up to whoever enforces it."""
+
+    kind: str  # json_schema | regex | choice | …
+    text: str  # in the notation of that kind
+    param: str = "constraint"  # how the caller calls it, for refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class SamplingParams:
     logprobs: int | None = None  # that many likeliest tokens at each position, besides the chosen one
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens
     seed: int | None = None
+    constraint: Constraint | None = None  # the whole answer belongs to this language, unless something else ends it first
 
     def __post_init__(self) -> None:
         for name, stored in (
@@ -95,6 +106,7 @@ class SamplingParams:
                 in_range(name, getattr(self, name), 0, MAX_LOGPROBS, whole=True)
         self._check_lists()
         self._check_beams()
+        self._check_constraint()
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOPS:
@@ -128,6 +140,16 @@ class SamplingParams:
         for name, allowed in BEAM_VALUES.items():
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(f"use_beam_search needs {name} {allowed[0]!r}, not {getattr(self, name)!r}", param=name)
+
+    def _check_constraint(self) -> None:
+        """Refuses what could leave a constrained answer without any token to go on with, or without its end."""
+        for name, is_set in (
+            ("min_tokens", self.min_tokens > 0),
+            ("ignore_eos", self.ignore_eos),
+            ("allowed_token_ids", self.allowed_token_ids is not None),
+        ):
+            if self.constraint is not None and is_set:
+                raise InvalidRequest(f"{name} can't be combined with {self.constraint.param}", param=name)
 
     @property
     def num_sequences(self) -> int:

@@ -209,3 +209,44 @@ def test_counters_close(live: Live):
     after = [live.metric(name) for name in names]
     gained = [b - a for a, b in zip(before, after, strict=True)]
     assert gained == [sum(usage["prompt_tokens"] for usage in usages), sum(usage["completion_tokens"] for usage in usages), 2]
+
+
+STRUCTURED = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": {"enum": ["x", 3]}}}},
+    {"structured_outputs": {"regex": "[ab]{2,4}-é"}},
+    {"structured_outputs": {"choice": ["red", "green"]}},
+    {"structured_outputs": {"grammar": 'start: "(" start ")" | "."'}},
+    {"structured_outputs": {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}},
+]
+
+
+@pytest.mark.parametrize("fields", STRUCTURED)
+def test_structured_output(live: Live, fields):
+    sampled = {"n": 2, "temperature": 1, "seed": 1, "max_tokens": 60}
+    body = chat_both_ways(live, **sampled, **fields, logprobs=True, top_logprobs=1)
+    assert body["choices"][0]["finish_reason"] == "stop"
+    completed = both_ways(live, prompt="the", **sampled, **fields, logprobs=1)
+    is_right = {
+        "regex": lambda text: re.fullmatch("[ab]{2,4}-é", text),
+        "choice": lambda text: text in ("red", "green"),
+        "grammar": lambda text: re.fullmatch(r"\(*\.\)*", text),
+        "json": lambda text: all(type(each) is bool for each in json.loads(text)),
+        "type": lambda text: json.loads(text) in ("x", 3),
+    }[next(iter(next(iter(fields.values()))))]
+    for text in [choice["message"]["content"] for choice in body["choices"]] + [choice["text"] for choice in completed["choices"]]:
+        assert is_right(text), text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "(["}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "nonsense"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "response_format"),
+    ],
+)
+def test_a_bad_constraint_is_the_callers_matter(live: Live, fields, param, stream):
+    error = refusal_of(live.chat(**fields, stream=stream))
+    assert (error["param"], error["code"]) == (param, "invalid_constraint")

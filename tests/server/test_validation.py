@@ -207,8 +207,6 @@ def test_a_misspelt_field_is_reported_with_its_likeliest_name(live: Live, kind, 
 
 UNSUPPORTED = [
     ("suffix", "x"),
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "(["}),
     ("guided_json", {}),
 ]
 UNSUPPORTED_IN_CHAT = [
@@ -267,6 +265,15 @@ def test_what_asks_for_nothing_is_taken(live: Live):
     [
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream_options": {}}, "stream_options"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "nonsense"}}, "response_format.type"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"stream": True, "stream_options": {"resumes": True}}, "stream_options.resumes"),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
