@@ -73,6 +73,11 @@ class AsyncLLMEngine:
         return self._built.tokenizer
 
     @property
+    def chat_template(self) -> str | None:
+        """The chat template's source; None for a model without one."""
+        return self._chat_template.source
+
+    @property
     def kv_summary(self) -> str:
         """One line: how many tokens and how many requests of full length the KV cache holds."""
         return self._built.kv_summary

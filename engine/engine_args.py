@@ -28,6 +28,7 @@ class EngineArgs:
     model: str = "smollm2"
     tokenizer: str | None = None
     tokenizer_mode: str = "auto"
+    chat_template: str | None = None
     trust_remote_code: bool = False
     revision: str | None = None
     tokenizer_revision: str | None = None
@@ -76,6 +77,7 @@ class EngineArgs:
                 model=self.model,
                 tokenizer=self.tokenizer,
                 tokenizer_mode=self.tokenizer_mode,
+                chat_template=self.chat_template,
                 trust_remote_code=self.trust_remote_code,
                 revision=self.revision,
                 tokenizer_revision=self.tokenizer_revision,

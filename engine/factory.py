@@ -34,7 +34,7 @@ from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.runner.profiling import measure_activations, measure_costs
 from pagestream.engine.sampling.sampler import Sampler
 from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes
-from pagestream.engine.text.chat_template import ChatTemplate
+from pagestream.engine.text.chat_template import ChatTemplate, read_template
 from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
 from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
@@ -107,7 +107,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
         engine=engine,
         shape=shape,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens),
+        chat_template=ChatTemplate(read_template(config.model.chat_template) or tokenizer.chat_template, tokenizer.special_tokens),
         queue_limits=QueueLimits(
             config.scheduler.max_num_queued_reqs or DEFAULT_MAX_QUEUED_REQS, config.scheduler.max_num_queued_tokens
         ),

@@ -67,6 +67,7 @@ def serve(
     model: Annotated[str, typer.Argument(envvar="PAGESTREAM_MODEL", help="A name, a folder or a GGUF file.")] = "smollm2",
     tokenizer: Annotated[str | None, option("--tokenizer", MODEL, "Another tokenizer than the model's own.")] = None,
     tokenizer_mode: Annotated[str, option("--tokenizer-mode", MODEL, "auto or slow.")] = "auto",
+    chat_template: Annotated[str | None, option("--chat-template", MODEL, "A Jinja file in place of the model's own.")] = None,
     revision: Annotated[str | None, option("--revision", MODEL, "Branch, tag or commit of the model's repository.")] = None,
     tokenizer_revision: Annotated[str | None, option("--tokenizer-revision", MODEL, "The same for the tokenizer's.")] = None,
     trust_remote_code: Annotated[bool, option("--trust-remote-code", MODEL, "Run code that comes with the model.")] = False,
@@ -119,6 +120,12 @@ def serve(
     served_model_name: ServedNames = None,
     api_key: ApiKeys = None,
     allowed_origins: Origins = None,
+    tool_call_parser: Annotated[
+        str, option("--tool-call-parser", SERVER, "auto (by the chat template), hermes, llama3 or mistral.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, option("--reasoning-parser", SERVER, "auto (by the chat template), think (<think> tags) or none.")
+    ] = "auto",
     sse_keep_alive_interval: Annotated[
         float, option("--sse-keep-alive-interval", SERVER, "Seconds between comments; 0: none.")
     ] = 15.0,

@@ -10,6 +10,8 @@ import typer
 
 from pagestream.engine import EngineArgs, StartError
 from pagestream.server.settings import MIB, ServerSettings
+from pagestream.server.tools.plan import Parsers
+from pagestream.server.tools.syntax import SYNTAXES
 
 MODEL, CACHE, SCHEDULING, DEVICE, SERVER, TESTING = "Model", "KV cache", "Scheduling", "Device", "Server", "Testing"
 
@@ -75,6 +77,11 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         if options[name] < 0:
             raise StartError(f"--{name.replace('_', '-')} must not be negative")
     memory = options["stream_memory"]
+    parsers = Parsers(options["tool_call_parser"], options["reasoning_parser"])
+    if parsers.tool_calls not in ("auto", *SYNTAXES):
+        raise StartError(f"--tool-call-parser must be auto, {', '.join(SYNTAXES)}, not {parsers.tool_calls!r}")
+    if parsers.reasoning not in ("auto", "think", "none"):
+        raise StartError(f"--reasoning-parser must be auto, think or none, not {parsers.reasoning!r}")
     names = [name for given in options["served_model_name"] or [] for name in given.split() if name]
     return ServerSettings(
         served_model_names=tuple(names or [options["model"]]),
@@ -89,4 +96,5 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         stream_keep_s=options["stream_keep"],
         stream_memory_bytes=64 * MIB if memory is None else int(memory * 1024 * MIB),
         ui=options["ui"],
+        parsers=parsers,
     )

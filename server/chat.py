@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
+from pagestream.engine import SamplingParams
 from pagestream.server.answer import Answer, Piece
 from pagestream.server.body import read_body
 from pagestream.server.generation import check_model, respond
 from pagestream.server.logprobs import chat_logprobs
 from pagestream.server.protocol import ChatRequest
 from pagestream.server.settings import ServerSettings
+from pagestream.server.tools.reply import ReplyReader, as_delta, as_message
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -24,9 +27,10 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
     request: ChatRequest
 
-    def __init__(self, request: ChatRequest, model: str):
-        super().__init__(request, request.sampling_params(), model)
-        self._begun: set[int] = set()  # choices whose role was sent
+    def __init__(self, request: ChatRequest, params: SamplingParams, make_reader: Callable[[], ReplyReader | None]):
+        super().__init__(request, params, request.model)
+        self._make_reader = make_reader
+        self._readers: dict[int, ReplyReader | None] = {}  # of choices whose role was sent
 
     def choice(
         self, piece: Piece, content: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
@@ -39,24 +43,37 @@ class ChatAnswer(Answer):
     def chunk_choices(self, piece: Piece) -> list[dict[str, Any]]:
         """The role once, first; the end in a chunk of its own, since some clients read no content beside a finish_reason."""
         choices = []
-        if piece.index not in self._begun:
-            self._begun.add(piece.index)
+        if piece.index not in self._readers:
+            self._readers[piece.index] = self._make_reader()
             choices.append(self.choice(piece, {"delta": {"role": "assistant", "content": ""}}, None, None))
             if piece.prompt_logprobs is not None:
                 choices[0]["prompt_logprobs"] = piece.prompt_logprobs
-        if piece.text or piece.tokens:
-            choices.append(
-                self.choice(piece, {"delta": {"content": piece.text}}, self.logprobs(piece) if piece.tokens else None, None)
-            )
+        reader = self._readers[piece.index]
+        deltas = self.deltas(piece, reader)
+        logprobs = self.logprobs(piece) if piece.tokens else None
+        for delta in deltas:
+            choices.append(self.choice(piece, {"delta": delta}, logprobs, None))
+            logprobs = None  # once, with the first
         if piece.finish_reason is not None:
-            choices.append(self.choice(piece, {"delta": {}}, None, piece.finish_reason))
+            choices.append(self.choice(piece, {"delta": {}}, None, finish_reason(piece, reader)))
         return choices
 
+    def deltas(self, piece: Piece, reader: ReplyReader | None) -> list[dict[str, Any]]:
+        if reader is None:
+            return [{"content": piece.text}] if piece.text or piece.tokens else []
+        parts = reader.push(piece.text)
+        if piece.finish_reason is not None:
+            parts += reader.finish()
+        return [as_delta(part) for part in parts] or ([{"content": ""}] if piece.tokens else [])
+
     def whole_choice(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        choice = self.choice(
-            piece, {"message": message}, self.logprobs(piece) if self.request.logprobs else None, piece.finish_reason
-        )
+        reader = self._make_reader()
+        if reader is None:
+            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        else:
+            message = as_message(reader.push(piece.text) + reader.finish())
+        logprobs = self.logprobs(piece) if self.request.logprobs else None
+        choice = self.choice(piece, {"message": message}, logprobs, finish_reason(piece, reader))
         if piece.prompt_logprobs is not None:
             choice["prompt_logprobs"] = piece.prompt_logprobs
         return choice
@@ -65,13 +82,20 @@ class ChatAnswer(Answer):
         return chat_logprobs(piece.tokens, self.request.top_logprobs or 0, self.vocabulary)
 
 
+def finish_reason(piece: Piece, reader: ReplyReader | None) -> str | None:
+    """An answer that ended by itself and holds calls ended for them."""
+    return "tool_calls" if piece.finish_reason == "stop" and reader is not None and reader.has_calls else piece.finish_reason
+
+
 async def create_chat_completion(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, ChatRequest, settings.max_body_bytes)
     check_model(request, settings)
-    answer = ChatAnswer(request, request.model)
-    messages = [message.as_template_input() for message in request.messages]
+    plan = request.reply_plan(engine.chat_template, settings.parsers)
+    params = request.sampling_params(plan)
+    messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
     # In a helper thread: a long conversation must not hold the loop that everybody's streams run on.
-    prompt = await asyncio.to_thread(engine.render_chat, messages, **request.template_arguments())
+    prompt = await asyncio.to_thread(engine.render_chat, **messages, **request.template_arguments())
+    answer = ChatAnswer(request, params, lambda: plan.reader(prompt))
     return await respond(http, engine, settings, answer, [prompt], "messages")

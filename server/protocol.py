@@ -13,6 +13,8 @@ from pydantic import ConfigDict, Field, model_validator
 from pagestream.engine import Fault, InvalidRequest, SamplingParams
 from pagestream.server.constraints import ResponseFormat, StructuredOutputs, find_constraint
 from pagestream.server.fields import Count, EarlyStopping, Flag, Prompts, Real, Stops, Text, Whole, WireModel
+from pagestream.server.tools.plan import Parsers, ReplyPlan, plan_reply
+from pagestream.server.tools.wire import MAX_TOOLS, Tool, ToolCall, ToolChoice, check_tools
 
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": (),
@@ -32,7 +34,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "metadata": (),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # without tools it says nothing
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
@@ -40,8 +41,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -223,8 +222,9 @@ class Message(WireModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | list[TextPart] | None = None
     name: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: Text | None = None
+    reasoning_content: Text | None = Field(None, description="What the assistant thought; templates may show or leave it out.")
     # What answers hold and clients send back: of no meaning for a text model.
     refusal: Text | None = None
     annotations: list[Any] | None = None
@@ -243,7 +243,12 @@ class Message(WireModel):
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        extras = {
+            "name": self.name,
+            "tool_calls": None if self.tool_calls is None else [call.as_template_input() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         return {"role": role, "content": content or ""} | {name: value for name, value in extras.items() if value is not None}
 
 
@@ -270,6 +275,9 @@ class ChatRequest(GenerationRequest):
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the model's chat template.")
     add_special_tokens: Flag | None = Field(False, description="Templates mostly write the begin-of-sequence token themselves.")
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = Field(None, description="Default: auto. required and a named tool constrain the answer.")
+    parallel_tool_calls: Flag | None = Field(None, description="Whether one answer may hold several calls; default: true.")
     safety_identifier: Text | None = Field(None, description="Accepted for compatibility, as user is; without effect.")
 
     @model_validator(mode="after")
@@ -293,11 +301,25 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequest("continue_final_message needs a last message of the assistant's", param="continue_final_message")
         return self
 
-    def sampling_params(self) -> SamplingParams:
+    @model_validator(mode="after")
+    def check_tools(self) -> Self:
+        check_tools(self.tools, self.tool_choice)
+        return self
+
+    def reply_plan(self, template: str | None, parsers: Parsers) -> ReplyPlan:
+        """Raises InvalidRequest naming the field."""
+        constraint = find_constraint(self.response_format, self.structured_outputs)
+        is_parallel = self.parallel_tool_calls is not False
+        return plan_reply(self.tools or (), self.tool_choice, is_parallel, constraint, template, parsers)
+
+    def sampling_params(self, plan: ReplyPlan) -> SamplingParams:
         """Raises InvalidRequest naming the field."""
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(**self.common_params(), max_tokens=max_tokens, logprobs=logprobs)
+        params = self.common_params() | {"constraint": plan.constraint}
+        if plan.needs_special_tokens:
+            params["skip_special_tokens"] = False
+        return SamplingParams(**params, max_tokens=max_tokens, logprobs=logprobs)
 
     def template_arguments(self) -> dict[str, Any]:
         continues = bool(self.continue_final_message)

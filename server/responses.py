@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Reason = Literal["stop", "length"]
+Reason = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(BaseModel):
@@ -96,10 +96,26 @@ class ChatLogprobs(Shape):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunctionShape(Shape):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallShape(Shape):
+    """In a stream, id, type and name come once, with the first of a call's deltas."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionShape
+
+
 class AssistantMessage(Shape):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallShape] | None = None
 
 
 class ChatChoice(ChoiceShape):
@@ -116,6 +132,8 @@ class ChatCompletion(AnswerShape):
 class ChatDelta(Shape):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallShape] | None = None
 
 
 class ChatChunkChoice(ChoiceShape):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagestream.server.tools.plan import Parsers
+
 MIB = 1 << 20
 
 
@@ -23,6 +25,7 @@ class ServerSettings:
     stream_keep_s: float = 300.0  # how long a finished one can still be read
     stream_memory_bytes: int = 64 * MIB  # of all that is kept for resumption
     ui: bool = True  # the page at /
+    parsers: Parsers = Parsers()
 
     @property
     def name(self) -> str:

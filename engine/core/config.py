@@ -30,6 +30,7 @@ class ModelConfig:
     model: str = "smollm2"
     tokenizer: str | None = None  # None: the model's own
     tokenizer_mode: str = "auto"  # auto | slow
+    chat_template: str | None = None  # a file; None: the model's own
     trust_remote_code: bool = False
     revision: str | None = None
     tokenizer_revision: str | None = None

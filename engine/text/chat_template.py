@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagestream.engine.core.errors import InvalidRequest, StartError
@@ -26,6 +27,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None):
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._template = None if source is None else compile_template(source)
 
@@ -81,6 +83,16 @@ class ChatTemplate:
             # A template may do anything with the messages, and such errors only say that it expected others.
             reason = f"{type(error).__name__}: {error}"
             raise InvalidRequest(f"the model's chat template can't use these messages: {reason[:500]}", param="messages") from error
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of a file with a template; None for no file.  Raises StartError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise StartError(f"the chat template {path} can't be read: {error}") from error
 
 
 def compile_template(source: str) -> Template:

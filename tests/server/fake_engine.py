@@ -241,6 +241,7 @@ class FakeEngine:
         allows_faults: bool = True,
     ):
         self.tokenizer = FakeTokenizer()
+        self.chat_template = "messages, tools"
         self.max_model_len = context
         self.allows_faults = allows_faults
         self.kv_summary = f"KV cache: {NUM_BLOCKS * BLOCK_SIZE:,} tokens"
@@ -334,6 +335,7 @@ class FakeEngine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict | None = None,
+        tools: list[dict] | None = None,
     ) -> str:
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("the template refuses this conversation", param="messages")

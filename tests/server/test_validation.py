@@ -210,8 +210,6 @@ UNSUPPORTED = [
     ("guided_json", {}),
 ]
 UNSUPPORTED_IN_CHAT = [
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "required"),
     ("functions", [{}]),
     ("audio", {}),
     ("modalities", ["text", "audio"]),

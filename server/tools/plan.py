@@ -1,0 +1,81 @@
+"""What a chat request's tools and the model's template together make of an answer: the prompt, the constraint, the readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream.engine import Constraint, InvalidRequest
+from pagestream.server.tools.reply import THINK, CallReader, ReasoningReader, ReplyReader
+from pagestream.server.tools.syntax import CallSyntax, find_syntax, find_tool_constraint, instructions
+from pagestream.server.tools.wire import NamedTool, Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """What the operator chose, or `auto`: by the model's chat template."""
+
+    tool_calls: str = "auto"
+    reasoning: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPlan:
+    """`tools` are those that may be called: none where there are none, or where tool_choice says so."""
+
+    syntax: CallSyntax
+    tools: tuple[Tool, ...]
+    constraint: Constraint | None
+    is_forced: bool  # the answer is calls and nothing else
+    may_reason: bool
+    template_shows_tools: bool
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return bool(self.tools) and self.syntax.shows_special_tokens and not self.is_forced
+
+    def prompt_arguments(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """`messages` and, where the template shows them itself, `tools`; else a first message describes them."""
+        if not self.tools:
+            return {"messages": list(messages)}
+        if self.template_shows_tools:
+            return {"messages": list(messages), "tools": [tool.as_template_input() for tool in self.tools]}
+        told = instructions(self.syntax, self.tools)
+        first, *rest = messages
+        if first["role"] == "system":
+            return {"messages": [{**first, "content": f"{first['content']}\n\n{told}"}, *rest]}
+        return {"messages": [{"role": "system", "content": told}, *messages]}
+
+    def reader(self, prompt: str) -> ReplyReader | None:
+        """For one answer to this prompt; None where its text is its content."""
+        reasoning = ReasoningReader(starts_inside=prompt.rstrip().endswith(THINK)) if self.may_reason else None
+        names = frozenset(tool.function.name for tool in self.tools)
+        calls = CallReader(self.syntax, names, starts_inside=self.is_forced and bool(self.syntax.first)) if names else None
+        return None if reasoning is None and calls is None else ReplyReader(reasoning, calls)
+
+
+def plan_reply(
+    tools: Sequence[Tool],
+    choice: ToolChoice | None,
+    is_parallel: bool,
+    constraint: Constraint | None,
+    template: str | None,
+    parsers: Parsers,
+) -> ReplyPlan:
+    """`constraint` is what else the request asks of the answer.  Raises InvalidRequest where that leaves no room for calls."""
+    syntax = find_syntax(parsers.tool_calls, template)
+    callable_tools = tuple(tools) if choice != "none" else ()
+    if callable_tools and constraint is not None:
+        raise InvalidRequest(f"{constraint.param} leaves no room for tool calls; give tool_choice none", param=constraint.param)
+    if callable_tools:
+        constraint = find_tool_constraint(syntax, callable_tools, choice, is_parallel)
+    may_reason = parsers.reasoning == "think" or (parsers.reasoning == "auto" and THINK in (template or ""))
+    return ReplyPlan(
+        syntax=syntax,
+        tools=callable_tools,
+        constraint=constraint,
+        is_forced=bool(callable_tools) and (choice == "required" or isinstance(choice, NamedTool)),
+        may_reason=may_reason and constraint is None,
+        template_shows_tools="tools" in (template or ""),
+    )
