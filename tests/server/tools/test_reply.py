@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagestream.server.tools.reply import CallReader, ReasoningReader, ReplyReader, as_delta, as_message
@@ -67,6 +67,7 @@ def told(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("syntax", "reasoning", "text", "want"), CASES)
+@settings(deadline=None)
 @given(data=st.data())
 def test_parts_do_not_depend_on_the_pieces(syntax, reasoning, text, want, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
