@@ -289,3 +289,33 @@ def test_fuzzed_long_run_with_a_tiny_pool():
                 run.step()
     run.run()
     assert all(run.answers(request.request_id) == solo_answers(request) for request in requests)
+
+
+def test_a_next_turn_reuses_the_blocks_of_the_answer_before():
+    scheduler = make_scheduler(60, budget=64)
+    run = FakeRun(scheduler)
+    first = make_request("first", [1, 2, 3] * 4, 13)
+    run.add(first)
+    run.run()
+    (answer,) = run.answers("first")
+    turn = make_request("second", [*first.prompt_token_ids, *answer, 5, 6], 4)
+    run.add(turn)
+    group = scheduler.group("second")
+    run.run()
+    # All full blocks but the last token of the answer, which was never computed.
+    assert group.timeline.num_cached_tokens == (len(first.prompt_token_ids) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert run.answers("second") == solo_answers(turn)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_who_comes_back_can_be_found_by_his_prefix_again(mode):
+    run, requests = crowded(num_requests=6, num_blocks=14, swap=40, mode=mode)
+    groups = [run.scheduler.group(request.request_id) for request in requests]
+    run.run()
+    last = max((group for group in groups if group.timeline.num_preemptions), key=lambda group: group.timeline.last_step)
+    (answer,) = run.answers(last.request.request_id)
+    turn = make_request("turn", [*last.request.prompt_token_ids, *answer], 1)
+    run.add(turn)
+    group = run.scheduler.group("turn")
+    run.run()
+    assert group.timeline.num_cached_tokens >= BLOCK_SIZE * 2
