@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pagestream.engine.live_view import EngineView, LiveBlock, LivePool, LiveRequest, LiveTotals
     from pagestream.engine.llm import LLM
     from pagestream.engine.llm_engine import LLMEngine
+    from pagestream.engine.machine import gpu_facts, machine_facts
     from pagestream.engine.measure import measure_machine
     from pagestream.engine.output_stream import OutputStream
     from pagestream.engine.roofline import time_decode_steps
@@ -47,6 +48,8 @@ LAZY = {
     "LivePool": "pagestream.engine.live_view",
     "LiveRequest": "pagestream.engine.live_view",
     "LiveTotals": "pagestream.engine.live_view",
+    "gpu_facts": "pagestream.engine.machine",
+    "machine_facts": "pagestream.engine.machine",
     "measure_machine": "pagestream.engine.measure",
     "time_decode_steps": "pagestream.engine.roofline",
 }
@@ -96,6 +99,8 @@ __all__ = [
     "Usage",
     "capacity",
     "fold",
+    "gpu_facts",
+    "machine_facts",
     "measure_machine",
     "read_trace",
     "simulate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from importlib.metadata import version
@@ -30,6 +29,12 @@ from pagestream.server.args import (
     to_settings,
 )
 from pagestream.server.bench.command import bench
+from pagestream.server.commands.config_file import ConfigFile
+from pagestream.server.commands.environment import environment
+from pagestream.server.commands.run_batch import run_batch
+from pagestream.server.commands.talk import chat, complete
+from pagestream.server.commands.top import top
+from pagestream.server.logs import start_logging
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
 from pagestream.server.serving import bind, serve_until_ended
@@ -39,7 +44,7 @@ from pagestream.server.simulate_command import simulate_command
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
 
-cli = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+cli = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 # typer carries click within itself since 0.29: what its own error derives from is the one name for both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -147,13 +152,15 @@ def serve(
     ] = None,
     ui: Annotated[bool, option("--ui/--no-ui", SERVER, "Serve the page at /: playground and live view of the engine.")] = True,
     log_level: Annotated[str, option("--log-level", SERVER, "debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, option("--log-format", SERVER, "plain, or json: one object a line.")] = "plain",
+    config: ConfigFile = None,
     enable_fault_injection: Annotated[
         bool, option("--enable-fault-injection", TESTING, "Obey x_fault in requests. Not for production.")
     ] = False,
 ) -> None:
     """Load a model and serve it."""
     options = dict(locals())
-    start_logging(log_level)
+    start_logging(log_level, log_format)
     engine_args, settings = to_engine_args(options), to_settings(options)
     with bind(host, port) as bound:
         from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
@@ -183,12 +190,11 @@ def openapi(
 
 
 cli.command("simulate")(simulate_command)
-
-
-def start_logging(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise StartError(f"--log-level must be debug, info, warning or error, not {level!r}")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+cli.command()(chat)
+cli.command()(complete)
+cli.command("run-batch")(run_batch)
+cli.command()(top)
+cli.command("env")(environment)
 
 
 def print_start(engine: AsyncLLMEngine, settings: ServerSettings, host: str, port: int) -> None:

@@ -64,9 +64,11 @@ class RequestContext:
         self.metrics.http_request(handler, method, status, seconds)
         answer_id = scope.get("state", {}).get("answer_id", "-")
         level = logging.DEBUG if method == "GET" and status < 400 else logging.INFO
-        log.log(
-            level, "%s %s %d in %.3f s, request id %s, answer %s", method, scope["path"], status, seconds, request_id, answer_id
-        )
+        edge = {
+            "method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4),
+            "request_id": request_id, "answer_id": answer_id,
+        }  # fmt: skip
+        log.log(level, "%s %s %d in %.3f s, request id %s, answer %s", *edge.values(), extra=edge)
 
 
 def client_request_id(scope: Scope) -> str | None:

@@ -1,0 +1,1 @@
+"""Commands beside `serve`: talking to a running server, watching it, and describing this machine."""
