@@ -35,12 +35,26 @@ class AttentionConfig:
     rows: int = 16  # query tokens x heads per KV head
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None  # a thread; None: the compiler's choice, which may be to spill for one program more per SM
     programs_per_sm: int = 3
     long_tile: int = 64
     long_rows: int = 128
     long_num_warps: int = 8
     long_num_stages: int = 3
+    long_max_registers: int | None = None
     long_programs_per_sm: int = 1
+
+    def short_options(self) -> dict[str, int]:
+        """Launch options of the kernel for short sequences."""
+        return _options(self.num_warps, self.num_stages, self.max_registers)
+
+    def long_options(self) -> dict[str, int]:
+        return _options(self.long_num_warps, self.long_num_stages, self.long_max_registers)
+
+
+def _options(num_warps: int, num_stages: int, max_registers: int | None) -> dict[str, int]:
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return options if max_registers is None else options | {"maxnreg": max_registers}
 
 
 def choose_config(
@@ -54,10 +68,15 @@ def choose_config(
     rows = max(16, triton.next_power_of_2(heads_per_kv))
     tile, num_stages = _short_sizes(head_size, arch, quantised)
     long_tile, long_rows, long_warps = _long_sizes(head_size, arch, quantised)
+    is_nvidia = isinstance(arch, int)
+    # Three programs fit on an SM where the compiler finds 168 registers enough; elsewhere it would spill to get there.
+    is_lean = isinstance(arch, int) and arch >= 90 and heads_per_kv == 4 and head_size <= 128 and not quantised
     return AttentionConfig(
         short_query=1 << 30 if exact else 16, tile=tile, rows=rows, num_stages=num_stages,
-        programs_per_sm=3 if head_size <= 128 and not quantised else 2,
+        max_registers=(255 if head_size > 128 else 240) if is_nvidia and not is_lean else None,
+        programs_per_sm=3 if is_lean else 2,
         long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps,
+        long_max_registers=255 if arch == 80 and head_size == 64 and not quantised else None,
         long_programs_per_sm=2 if long_warps == 4 else 1,
     )  # fmt: skip
 
@@ -82,7 +101,7 @@ def _long_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, 
             return 32, 32, 4
         return 16 if head_size > 128 else 32, 64, 8
     if head_size > 128:
-        return 32, 64, 4 if is_amd else 8
+        return 16 if is_old and head_size == 192 else 32, 64, 4 if is_amd else 8
     if is_amd:
         return 64, 64, 4
     if is_old:

@@ -257,7 +257,7 @@ def paged_attention(
         H=num_heads, G=num_kv_heads, K=block_size, D=head_size,
         SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
         M=config.rows, TILE=config.tile, LEAF=config.leaf, GROUP=config.group, OWN_SLOTS=workspace.own_slots, UPCAST=upcast,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        **config.short_options(),
     )  # fmt: skip
     if plan.has_long:
         paged_prefill(

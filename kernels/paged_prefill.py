@@ -108,5 +108,5 @@ def paged_prefill(
         H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size,
         SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
         M=config.long_rows, TILE=config.long_tile, UPCAST=upcast,
-        num_warps=config.long_num_warps, num_stages=config.long_num_stages,
+        **config.long_options(),
     )  # fmt: skip
