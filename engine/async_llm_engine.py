@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pagestream.engine.admission import AdmissionControl
 from pagestream.engine.core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import FinishReason, RequestOutput
-from pagestream.engine.core.request import Fault, Request
+from pagestream.engine.core.request import Begun, Fault, Request
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.factory import BuiltEngine, build_engine
@@ -50,6 +51,7 @@ class AsyncLLMEngine:
         self._step_thread = ThreadPoolExecutor(1, thread_name_prefix="pagestream-step")
         self._text_threads = ThreadPoolExecutor(2, thread_name_prefix="pagestream-text")
         self._death: EngineDead | None = None
+        self.on_outputs: Callable[[Sequence[RequestOutput]], None] | None = None  # hears of all, before any stream does
         self._progress_s: float | None = None  # when work came to an idle engine, or its last step ended; None: no work
         self._live = LiveView(built.engine)
 
@@ -163,10 +165,12 @@ class AsyncLLMEngine:
         truncate_prompt_tokens: int | None = None,
         include_timeline: bool = False,
         timeout_s: float | None = None,
+        begun: Sequence[Begun] = (),
     ) -> list[OutputStream]:
         """Check all prompts and admit them all, or none: one stream each, in their order.
 
         `timeout_s` from now each of them ends with what it has and FinishReason.DEADLINE, wherever it is then.
+        `begun`, one per prompt, is what an earlier engine has made of them.
         Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
         """
         arrival_time_s = time.monotonic()
@@ -180,7 +184,12 @@ class AsyncLLMEngine:
         def make() -> list[Request]:
             return [
                 self._engine.intake.make_request(
-                    f"{request_id}-{index}", prompt, params, arrival_time_s=arrival_time_s, options=options, param=param
+                    f"{request_id}-{index}",
+                    prompt,
+                    params,
+                    arrival_time_s=arrival_time_s,
+                    options=replace(options, begun=begun[index]) if begun else options,
+                    param=param,
                 )
                 for index, prompt in enumerate(prompts)
             ]
@@ -226,7 +235,7 @@ class AsyncLLMEngine:
         self._admission.check(num_requests, params.num_sequences, self._added, time_left_s)
 
     def _admit(self, request: Request) -> OutputStream:
-        stream = OutputStream(request.request_id, request.prompt_token_ids, self._abort_one)
+        stream = OutputStream(request, self._abort_one)
         self._streams[request.request_id] = stream
         self._added.append(request)
         if request.deadline_s is not None:
@@ -271,13 +280,15 @@ class AsyncLLMEngine:
     def _take_inbox(self) -> None:
         added, self._added = self._added, []
         for request in added:
-            self._engine.admit(request)
+            self._distribute(self._engine.admit(request))
         aborted, self._aborted = self._aborted, []
         expired, self._expired = self._expired, []
         self._distribute(self._engine.abort_request(aborted))
         self._distribute(self._engine.abort_request(expired, FinishReason.DEADLINE))
 
     def _distribute(self, outputs: list[RequestOutput]) -> None:
+        if self.on_outputs is not None and outputs:
+            self.on_outputs(outputs)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:

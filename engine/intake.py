@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pagestream.engine.core.config import SchedulingPolicy
 from pagestream.engine.core.errors import ContextLengthExceeded, InvalidRequest
-from pagestream.engine.core.request import Fault, Request
+from pagestream.engine.core.request import Begun, Fault, Request
 from pagestream.engine.core.sampling_params import Constraint, SamplingParams
 from pagestream.engine.core.seeds import mix
 from pagestream.engine.core.stopping import most_blocks, most_tokens
@@ -40,6 +40,7 @@ class RequestOptions:
     truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens
     include_timeline: bool = False  # the last output says what happened to the request
     timeout_s: float | None = None  # from arrival to the end, wherever the request is then
+    begun: Begun | None = None  # by an earlier engine
 
 
 class Intake:
@@ -84,12 +85,13 @@ class Intake:
             sampling_params=params,
             arrival_time_s=arrival_time_s,
             max_tokens=self._room(len(token_ids), params, param),
-            seed=params.seed if params.seed is not None else self._draw_seed(),
+            seed=self._seed(params, options.begun),
             prompt=prompt if isinstance(prompt, str) else None,
             priority=options.priority,
             cache_salt=options.cache_salt,
             fault=options.fault,
             include_timeline=options.include_timeline,
+            output_token_ids=() if options.begun is None else options.begun.output_token_ids,
             deadline_s=None if options.timeout_s is None else arrival_time_s + options.timeout_s,
         )
 
@@ -149,6 +151,11 @@ class Intake:
             limit=limits.num_blocks * limits.block_size,
             limited_by=f"the KV cache has room for max_tokens up to {max(largest, 0)} here ({n} sequences), since all of it",
         )
+
+    def _seed(self, params: SamplingParams, begun: Begun | None) -> int:
+        if begun is not None:
+            return begun.seed
+        return params.seed if params.seed is not None else self._draw_seed()
 
     def _draw_seed(self) -> int:
         with self._lock:

@@ -65,11 +65,16 @@ class LLMEngine:
         params = sampling_params or SamplingParams()
         self.admit(self.intake.make_request(request_id, prompt, params, arrival_time_s=self._clock(), options=options))
 
-    def admit(self, request: Request) -> None:
-        """Queue a request that the intake has checked."""
+    def admit(self, request: Request) -> list[RequestOutput]:
+        """Queue a request that the intake has checked; returns what tokens that an earlier engine generated have to tell."""
         group = self.scheduler.add(request)
-        self._outputs.add(request, group.sequences[0].seq_id)
+        outputs = self._outputs.add(request, group.sequences[0].seq_id)
         self.watch.arrived(request, group.timeline)
+        if outputs and outputs[-1].finished:
+            reason = outputs[-1].outputs[0].finish_reason or FinishReason.STOP
+            self.scheduler.finish(request.request_id, reason)
+            outputs[-1] = self.watch.ended(outputs[-1], reason)
+        return outputs
 
     def abort_request(
         self, request_id: str | Sequence[str], reason: FinishReason = FinishReason.ABORT

@@ -98,7 +98,8 @@ class OutputProcessor:
         self._open: dict[str, OpenRequest] = {}
         self._owners: dict[int, OpenRequest] = {}  # by seq_id
 
-    def add(self, request: Request, seq_id: int) -> None:
+    def add(self, request: Request, seq_id: int) -> list[RequestOutput]:
+        """Open a request; returns one delta for each token that it comes with."""
         opened = OpenRequest(request)
         self._open[request.request_id] = opened
         if request.sampling_params.use_beam_search:
@@ -107,9 +108,19 @@ class OutputProcessor:
             self._owners[seq_id] = opened
         else:
             self._bear(opened, seq_id)
+        outputs = []
+        for token_id in request.output_token_ids:
+            delta = Delta()
+            self._extend(opened, opened.answers[seq_id], SampledTokens((token_id,)), delta)
+            outputs.append(self._output(opened, delta))
+            if outputs[-1].finished:
+                break
+        return outputs
 
     def set_num_cached(self, request_id: str, num_cached_tokens: int) -> None:
-        self._open[request_id].num_cached_tokens = num_cached_tokens
+        opened = self._open[request_id]
+        # Of the prompt: tokens of an answer that goes on may have been found too.
+        opened.num_cached_tokens = min(num_cached_tokens, len(opened.request.prompt_token_ids))
 
     def judge(self, plan: StepPlan, result: StepResult) -> Judgement:
         """Decide on every sequence of the step.  A row that can't be judged fails alone."""
@@ -152,7 +163,12 @@ class OutputProcessor:
             delta.answers += [CompletionOutput(index, finish_reason=reason) for index in range(opened.request.sampling_params.n)]
         else:
             unfinished = [answer for answer in opened.answers.values() if answer.finish_reason is None]
-            delta.answers += [CompletionOutput(answer.index, finish_reason=reason) for answer in unfinished]
+            for answer in unfinished:
+                # At a deadline the answer is given as far as it is; what was held back belongs to it.
+                text = answer.stops.push(answer.detokenizer.flush()) + answer.stops.flush() if reason is FinishReason.DEADLINE else ""
+                delta.answers.append(CompletionOutput(answer.index, text, finish_reason=reason))
+            unborn = range(len(opened.answers), opened.request.sampling_params.n)
+            delta.answers += [CompletionOutput(index, finish_reason=reason) for index in unborn]
         return replace(self._output(opened, delta), error=error)
 
     def request(self, request_id: str) -> OpenRequest | None:

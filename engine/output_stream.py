@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pagestream.engine.core.errors import EngineError, RequestFailed
 from pagestream.engine.core.outputs import RequestOutput, merge
+from pagestream.engine.core.request import Request
 
 
 class OutputStream:
@@ -17,9 +18,10 @@ class OutputStream:
     request ended.  Memory is bounded by the answer's own length.
     """
 
-    def __init__(self, request_id: str, prompt_token_ids: tuple[int, ...], abort: Callable[[str], None]):
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
+    def __init__(self, request: Request, abort: Callable[[str], None]):
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.seed = request.seed
         self._abort = abort
         self._slots: deque[RequestOutput] = deque()  # at most one, unless the reader wants each delta
         self._keeps_deltas = False

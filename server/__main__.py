@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,9 +35,11 @@ from pagestream.server.commands.environment import environment
 from pagestream.server.commands.run_batch import run_batch
 from pagestream.server.commands.talk import chat, complete
 from pagestream.server.commands.top import top
+from pagestream.server.journal import Journal
 from pagestream.server.logs import start_logging
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
+from pagestream.server.replay_command import replay_command
 from pagestream.server.serving import bind, serve_until_ended
 from pagestream.server.settings import ServerSettings
 from pagestream.server.simulate_command import simulate_command
@@ -138,6 +141,9 @@ def serve(
     drain_timeout: Annotated[
         float, option("--drain-timeout", SERVER, "Seconds that running requests have after SIGTERM.")
     ] = 30.0,
+    journal: Annotated[
+        Path | None, option("--journal", SERVER, "File that keeps requests and tokens, so that a killed server's streams go on.")
+    ] = None,
     stall_timeout: Annotated[
         float, option("--stall-timeout", SERVER, "Seconds without the end of a step after which /readyz says 503; 0: never.")
     ] = 60.0,
@@ -167,8 +173,9 @@ def serve(
 
         metrics = Metrics(settings.name)
         engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
+        opened = None if journal is None else Journal(journal, asdict(engine_args))
         print_start(engine, settings, *bound.getsockname()[:2])
-        code = serve_until_ended(create_app(engine, settings, metrics), engine, bound, settings.drain_timeout_s)
+        code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings.drain_timeout_s)
     if engine.is_dead and code:
         # A step that hangs can't be joined; a supervisor is waiting for the exit.
         sys.stdout.flush()
@@ -195,6 +202,8 @@ cli.command()(complete)
 cli.command("run-batch")(run_batch)
 cli.command()(top)
 cli.command("env")(environment)
+cli.command("replay")(replay_command)
+
 
 
 def print_start(engine: AsyncLLMEngine, settings: ServerSettings, host: str, port: int) -> None:

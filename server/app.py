@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from pagestream.server import chat, completions, health, models, responses, streams
 from pagestream.server.errors import add_error_handlers
+from pagestream.server.journal import Journal
 from pagestream.server.live import LiveFeed, add_live_route
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
@@ -27,6 +28,7 @@ from pagestream.server.openapi import (
 from pagestream.server.pages import add_pages
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.requests import add_request_route
+from pagestream.server.restore import Restorer
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswers
 from pagestream.server.watchdog import Watchdog
@@ -38,7 +40,9 @@ TITLE = "pagestream"
 DESCRIPTION = "An OpenAI-compatible API over an async, streaming LLM engine with a paged KV cache."
 
 
-def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metrics) -> FastAPI:
+def create_app(
+    engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metrics, journal: Journal | None = None
+) -> FastAPI:
     """The application; its start starts the engine's loop, its end ends it.  The engine must already listen to `metrics`."""
 
     @asynccontextmanager
@@ -46,17 +50,25 @@ def create_app(engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metric
         await engine.start()
         watchdog = Watchdog(engine, settings.stall_timeout_s)
         watchdog.start()
+        if journal is not None:
+            engine.on_outputs = journal.outputs
+            restorer = Restorer(journal, engine, settings, app.state.shared_answers)
+            app.state.shared_answers.find_earlier = restorer.find
+            await restorer.resume_unfinished()
         try:
             yield
         finally:
             watchdog.stop()
             await engine.stop()
             await app.state.shared_answers.close()
+            if journal is not None:
+                journal.close()
 
     app = bare_app(lifespan=lifespan)
     app.state.engine = engine
     app.state.settings = settings
     app.state.metrics = metrics
+    app.state.journal = journal
     app.state.shared_answers = SharedAnswers(settings)
     app.state.created = int(time.time())
     app.state.live = LiveFeed(engine)

@@ -92,10 +92,15 @@ async def create_chat_completion(http: Request) -> Response:
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, ChatRequest, settings.max_body_bytes)
     check_model(request, settings)
+    answer, prompt = await prepare(request, engine, settings)
+    return await respond(http, engine, settings, answer, [prompt], "messages")
+
+
+async def prepare(request: ChatRequest, engine: AsyncLLMEngine, settings: ServerSettings) -> tuple[ChatAnswer, str]:
+    """The answer to be, and its prompt.  Raises InvalidRequest."""
     plan = request.reply_plan(engine.chat_template, settings.parsers)
     params = request.sampling_params(plan)
     messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
     # In a helper thread: a long conversation must not hold the loop that everybody's streams run on.
     prompt = await asyncio.to_thread(engine.render_chat, **messages, **request.template_arguments())
-    answer = ChatAnswer(request, params, lambda: plan.reader(prompt))
-    return await respond(http, engine, settings, answer, [prompt], "messages")
+    return ChatAnswer(request, params, lambda: plan.reader(prompt)), prompt

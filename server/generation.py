@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
-from pagestream.engine import InvalidRequest
+from pagestream.engine import Begun, InvalidRequest
 from pagestream.server.answer import Answer
 from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import json_response
+from pagestream.server.journal import Journal
 from pagestream.server.protocol import GenerationRequest
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import MAX_CHOICES, SharedAnswers, SharedStream, claim_of
@@ -58,17 +59,18 @@ async def respond(
     answer.timeout_s = time_limit_s(http, answer.timeout_s)
     request = answer.request
     answers: SharedAnswers = http.app.state.shared_answers
+    journal: Journal | None = http.app.state.journal
     if request.wants_resumable or IDEMPOTENCY_KEY in http.headers:
         num_choices = len(prompts) * answer.params.n
         return await respond_shared(
-            http, settings, answers, answer, lambda: admit(engine, answer, prompts, param), num_choices
+            http, settings, answers, answer, lambda: admit(engine, answer, prompts, param, journal), num_choices
         )
     if request.stream:
-        await while_connected(http, admit(engine, answer, prompts, param))
+        await while_connected(http, admit(engine, answer, prompts, param, journal))
         return AnswerStream(answer, settings.sse_keep_alive_interval_s)
 
     async def admitted_and_whole() -> dict[str, Any]:
-        await admit(engine, answer, prompts, param)
+        await admit(engine, answer, prompts, param, journal)
         return await answer.whole()
 
     return json_response(await while_connected(http, admitted_and_whole()))
@@ -107,7 +109,15 @@ async def respond_shared(
     return Response(whole, headers=headers, media_type="application/json")
 
 
-async def admit(engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | list[int]], param: str) -> None:
+async def admit(
+    engine: AsyncLLMEngine,
+    answer: Answer,
+    prompts: Sequence[str | list[int]],
+    param: str,
+    journal: Journal | None = None,
+    begun: Sequence[Begun] = (),
+) -> None:
+    """Admit all prompts or none, and note them in the journal.  A stream can be resumed only once they are there."""
     request = answer.request
     streams = await engine.add_requests(
         answer.id,
@@ -121,11 +131,16 @@ async def admit(engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | 
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         include_timeline=bool(request.include_timeline),
         timeout_s=answer.timeout_s,
+        begun=begun,
     )
     if request.wants_resumable:
         for stream in streams:
             stream.keep_deltas()
     answer.begin(streams, engine.tokenizer)
+    if journal is not None:
+        journal.admitted(answer, streams)
+        if request.wants_resumable:
+            await journal.written()
 
 
 def time_limit_s(http: Request, asked_s: float | None) -> float | None:

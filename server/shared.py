@@ -97,6 +97,11 @@ class SharedAnswer:
             settings = self._owner.settings
             self._start_timer(settings.stream_keep_s if self.is_done else settings.stream_resume_timeout_s)
 
+    def await_readers(self) -> None:
+        """It is ended unless one comes in time."""
+        self._num_readers += 1
+        self.detach()
+
     @property
     def has_readers(self) -> bool:
         return self._num_readers > 0
@@ -201,6 +206,7 @@ class SharedAnswers:
 
     def __init__(self, settings: ServerSettings):
         self.settings = settings
+        self.find_earlier: Callable[[str], Awaitable[SharedAnswer | None]] | None = None  # of an earlier process
         self._by_id: OrderedDict[str, SharedAnswer] = OrderedDict()
         self._by_key: dict[str, SharedAnswer] = {}
 
@@ -212,13 +218,19 @@ class SharedAnswers:
         shared._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         shared._admission.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._by_id[shared.id] = shared
+        shared.await_readers()
         if claim is not None:
             self._by_key[claim.key] = shared
         return shared
 
     async def find(self, answer_id: str) -> SharedAnswer | None:
         shared = self._by_id.get(answer_id)
+        if shared is None and self.find_earlier is not None:
+            shared = await self.find_earlier(answer_id)
         return shared if shared is not None and shared.is_stream else None
+
+    def known(self, answer_id: str) -> SharedAnswer | None:
+        return self._by_id.get(answer_id)
 
     def find_claimed(self, claim: Claim) -> SharedAnswer | None:
         """The answer that was begun under this key; raises HttpError (409) if that was another request."""

@@ -18,6 +18,14 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What an earlier engine has made of a request: with this, it goes on to the same tokens."""
+
+    seed: int
+    output_token_ids: tuple[int, ...] = ()  # of its only answer; none where logprobs must be told, which takes computing them
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     request_id: str  # unique inside the engine
     prompt_token_ids: tuple[int, ...]
@@ -30,4 +38,5 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share cached blocks
     fault: Fault | None = None
     include_timeline: bool = False  # on the last output
+    output_token_ids: tuple[int, ...] = ()  # generated already, by an earlier engine
     deadline_s: float | None = None  # of the monotonic clock: when it ends with what there is

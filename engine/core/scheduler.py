@@ -75,8 +75,9 @@ class Scheduler:
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request.  That it can fit the pool at all was checked before: see stopping.most_blocks."""
-        token_ids = list(request.prompt_token_ids)
-        first = Sequence(self._plan.next_seq_id(), 0, token_ids, len(token_ids), seed_of_answer(request.seed, 0))
+        num_prompt_tokens = len(request.prompt_token_ids)
+        token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        first = Sequence(self._plan.next_seq_id(), 0, token_ids, num_prompt_tokens, seed_of_answer(request.seed, 0))
         priority = request.priority if self.limits.policy is SchedulingPolicy.PRIORITY else 0
         group = SequenceGroup(request, self._num_arrived, (priority, self._num_arrived), first)
         self._num_arrived += 1

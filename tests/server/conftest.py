@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from pagestream.server.app import create_app
+from pagestream.server.journal import Journal
 from pagestream.server.metrics import Metrics
 from pagestream.server.serving import bind
 from pagestream.server.settings import ServerSettings
@@ -77,10 +78,10 @@ class Live:
 
 
 @contextmanager
-def served(engine: Any, metrics: Metrics, **settings: Any) -> Iterator[Live]:
+def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **settings: Any) -> Iterator[Live]:
     """A server around this engine, which must already listen to the metrics."""
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
-    app = create_app(engine, ServerSettings(**options), metrics)
+    app = create_app(engine, ServerSettings(**options), metrics, journal)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1))
     loops: list[asyncio.AbstractEventLoop] = []

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagestream.engine import (
+    Begun,
     CompletionOutput,
     ContextLengthExceeded,
     EngineDead,
@@ -356,6 +357,7 @@ class FakeEngine:
         truncate_prompt_tokens: int | None = None,
         include_timeline: bool = False,
         timeout_s: float | None = None,
+        begun: Sequence[Begun] = (),
     ) -> list[FakeStream]:
         await asyncio.sleep(self.admission_s)
         if fault is not None and not self.allows_faults:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.server.conftest import Live, refusal_of
+from tests.server.conftest import Live, counts, refusal_of
 
 STORY = {"prompt": "A long story", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 SEVERAL = {"prompt": ["One", "Two"], "n": 2, "temperature": 1, "seed": 5, "max_tokens": 12}
@@ -60,7 +60,7 @@ def told(events: list[tuple[str, str]]) -> tuple[dict[int, list], list]:
         for choice in body["choices"]:
             lanes.setdefault(choice["index"], []).append(choice)
         if not body["choices"]:
-            common.append(body.get("usage", "done"))
+            common.append(counts(body["usage"]) if "usage" in body else "done")
     return lanes, common
 
 

@@ -1,0 +1,204 @@
+"""The journal: kill -9 and resume, replay, and files that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
+from pagestream.server.journal import Journal, load
+from pagestream.server.metrics import Metrics
+from tests.server.conftest import refusal_of, served
+from tests.server.test_resumable import RESUMABLE, parsed, resume, told
+
+ROOT = Path(__file__).resolve().parents[2]
+STORY = {"prompt": "the quick brown fox", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+REQUESTS = [
+    STORY,
+    {**STORY, "prompt": "a lazy dog", "temperature": 1, "seed": 3},
+    {**STORY, "prompt": ["one", "two"], "n": 2, "temperature": 1, "seed": 4, "max_tokens": 100},
+    {**STORY, "prompt": "with scores", "logprobs": 2},
+    {**STORY, "prompt": "with an echo", "echo": True, "frequency_penalty": 0.5},
+    {**STORY, "prompt": "ends soon", "max_tokens": 5},
+    {**STORY, "prompt": "never seen before", "temperature": 1},
+    {**STORY, "prompt": "the quick brown fox", "stop": ["zzzzzz"], "repetition_penalty": 1.1},
+]
+
+
+@contextlib.contextmanager
+def serving(model: Path, journal: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    command = [
+        sys.executable, "-m", "pagestream.server", "serve", str(model), "--served-model-name", "m", "--port", "0", "--cpu-threads", "1",
+        "--num-kv-blocks", "256", "--journal", str(journal), "--enable-fault-injection",
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rpartition(" at ")[2].strip()
+            with httpx.Client(base_url=url.removesuffix("/v1"), timeout=60) as client:
+                end_s = time.monotonic() + 30
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        if client.get("/readyz").status_code == 200:
+                            break
+                    assert time.monotonic() < end_s
+                    time.sleep(0.02)
+                yield process, client
+        finally:
+            process.kill()
+
+
+class Reader:
+    """One client: everything it has had, over all its connections."""
+
+    def __init__(self, fields: dict):
+        self.fields = fields
+        self.events: list[tuple[str, str]] = []
+        self.limit = 0
+
+    def begin(self, client: httpx.Client) -> None:
+        """Read until so many events are there, or until the server is gone."""
+        raw = b""
+        with contextlib.suppress(httpx.TransportError), client.stream(
+            "POST", "/v1/completions", json={"model": "m", **self.fields, **RESUMABLE}
+        ) as response:
+            for piece in response.iter_raw():
+                raw += piece
+                if raw.count(b"\n\n") >= self.limit:
+                    break
+        self.events = parsed(raw)
+
+    def go_on(self, client: httpx.Client) -> None:
+        stream_id = json.loads(self.events[0][1])["id"]
+        response = client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": self.events[-1][0]})
+        assert response.status_code in (200, 204), response.text
+        self.events += parsed(response.content)
+
+
+def kill_and_resume(model: Path, journal: Path, num_kills: int, seed: int) -> None:
+    choose = random.Random(seed)
+    with ExitStack() as stack:
+        process, client = stack.enter_context(serving(model, journal))
+        whole = [told(parsed(client.post("/v1/completions", json={"model": "m", **fields, **RESUMABLE}).content)) for fields in REQUESTS]
+        for _ in range(num_kills):
+            readers = [Reader(fields) for fields in REQUESTS]
+            for reader in readers:
+                reader.limit = choose.randint(1, 120)
+            with ThreadPoolExecutor(len(readers)) as pool:
+                begun = [pool.submit(reader.begin, client) for reader in readers]
+                next(iter(begun)).result()  # one has had what it wanted; the others are anywhere
+                process.send_signal(signal.SIGKILL)
+                for each in begun:
+                    each.result()
+            stack.close()
+            readers = [reader for reader in readers if reader.events]
+            process, client = stack.enter_context(serving(model, journal))
+            with ThreadPoolExecutor(len(readers)) as pool:
+                list(pool.map(lambda reader, client=client: reader.go_on(client), readers))
+            for reader in readers:
+                expected = whole[REQUESTS.index(reader.fields)]
+                if reader.fields.get("seed") is None and reader.fields["temperature"] == 1:
+                    lanes, common = told(reader.events)
+                    assert lanes[0][-1]["finish_reason"] == "length"
+                    assert common[-1] == "done"
+                else:
+                    assert told(reader.events) == expected, reader.fields
+    ids = [json.loads(reader.events[0][1])["id"] for reader in readers]
+    command = [sys.executable, "-m", "pagestream.server", "replay", ids[-1], "--journal", str(journal)]
+    replayed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (replayed.returncode, "the bits match" in replayed.stdout) == (0, True), replayed.stdout + replayed.stderr
+
+
+def test_a_killed_servers_streams_go_on_to_the_same_tokens(tiny_llama, tmp_path):
+    kill_and_resume(tiny_llama, tmp_path / "journal", 1, seed=1)
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_nothing(tiny_llama, tmp_path):
+    kill_and_resume(tiny_llama, tmp_path / "journal", 20, seed=2)
+
+
+@contextlib.contextmanager
+def served_with(model: Path, path: Path) -> Iterator:
+    args = {"model": str(model), "num_kv_blocks": 128, "cpu_threads": 1, "enable_fault_injection": True}
+    metrics = Metrics("m")
+    with served(AsyncLLMEngine.from_engine_args(EngineArgs(**args), metrics), metrics, Journal(path, args)) as live:
+        yield live
+
+
+def test_what_was_finished_can_be_read_after_a_restart(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    with served_with(tiny_llama, path) as live:
+        streams = [parsed(live.complete(**fields, **RESUMABLE).content) for fields in REQUESTS]
+        chat = parsed(live.chat("Hello", max_tokens=20, temperature=1, **RESUMABLE).content)
+        plain = live.complete(**STORY).json()["id"]
+    with served_with(tiny_llama, path) as live:
+        for whole in [*streams, chat]:
+            stream_id = json.loads(whole[0][1])["id"]
+            cut = len(whole) // 2
+            assert told(whole[:cut] + resume(live, stream_id, whole[cut - 1][0])) == told(whole)
+        refusal_of(live.client.get(f"/v1/streams/{plain}"), 404)
+    record = load(path, plain)
+    assert record is not None
+    assert len(record.requests[0].token_ids[0]) == 300
+
+
+def test_what_its_client_left_does_not_come_back(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    with served_with(tiny_llama, path) as live:
+        sock = live.connect({**STORY, "stream": True, "x_fault": {"kind": "slow", "at_token": 3, "seconds": 0.2}})
+        sock.recv(1)
+        sock.close()
+        live.until(lambda: live.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1, "aborted")
+    with served_with(tiny_llama, path) as live:
+        assert live.engine.stats().num_running == live.engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("kind", ["text", "foreign", "corrupt", "other version", "other model"])
+def test_a_file_that_can_not_be_used_is_refused_and_left_as_it_is(tmp_path, kind):
+    path = tmp_path / "journal"
+    if kind == "text":
+        path.write_text("something of somebody's " * 20)
+    elif kind == "foreign":
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("CREATE TABLE mine (id)")
+    else:
+        Journal(path, {"model": "a"}).close()
+        raw = bytearray(path.read_bytes())
+        if kind == "corrupt":
+            raw[4096:] = b"\x5a" * (len(raw) - 4096)
+        elif kind == "other version":
+            raw[60:64] = (99).to_bytes(4, "big")
+        path.write_bytes(raw)
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(StartError, match=str(path)) as refused:
+        Journal(path, {"model": "b" if kind == "other model" else "a"})
+    assert "\n" not in str(refused.value)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+
+
+def test_a_journal_belongs_to_one_process(tmp_path):
+    first = Journal(tmp_path / "journal", {"model": "a"})
+    with pytest.raises(StartError, match="in use"):
+        Journal(tmp_path / "journal", {"model": "a"})
+    first.close()
+    Journal(tmp_path / "journal", {"model": "a"}).close()
+
+
+def test_only_its_owner_can_read_it(tmp_path):
+    Journal(tmp_path / "journal", {"model": "a"}).close()
+    assert (tmp_path / "journal").stat().st_mode & 0o077 == 0
