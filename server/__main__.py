@@ -28,6 +28,7 @@ from pagestream.server.args import (
     sized,
     to_engine_args,
     to_settings,
+    to_tls,
 )
 from pagestream.server.bench.command import bench
 from pagestream.server.commands.config_file import ConfigFile
@@ -40,7 +41,7 @@ from pagestream.server.logs import start_logging
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
 from pagestream.server.replay_command import replay_command
-from pagestream.server.serving import bind, serve_until_ended
+from pagestream.server.serving import bind, bind_unix, check_tls, serve_until_ended
 from pagestream.server.settings import ServerSettings
 from pagestream.server.simulate_command import simulate_command
 
@@ -128,6 +129,14 @@ def serve(
     served_model_name: ServedNames = None,
     api_key: ApiKeys = None,
     allowed_origins: Origins = None,
+    uds: Annotated[str | None, option("--uds", SERVER, "A Unix socket to listen on in place of host and port.")] = None,
+    root_path: Annotated[str, option("--root-path", SERVER, "The path that a proxy serves this server under.")] = "",
+    api_key_file: Annotated[str | None, option("--api-key-file", SERVER, "A file of keys, one a line.")] = None,
+    ssl_certfile: Annotated[str | None, option("--ssl-certfile", SERVER, "Serve TLS with this certificate chain.")] = None,
+    ssl_keyfile: Annotated[str | None, option("--ssl-keyfile", SERVER, "Its key, if that lies in a file of its own.")] = None,
+    ssl_ca_certs: Annotated[
+        str | None, option("--ssl-ca-certs", SERVER, "Ask clients for a certificate of these authorities.")
+    ] = None,
     tool_call_parser: Annotated[
         str, option("--tool-call-parser", SERVER, "auto (by the chat template), hermes, llama3 or mistral.")
     ] = "auto",
@@ -167,15 +176,21 @@ def serve(
     """Load a model and serve it."""
     options = dict(locals())
     start_logging(log_level, log_format)
-    engine_args, settings = to_engine_args(options), to_settings(options)
-    with bind(host, port) as bound:
+    engine_args, settings, tls = to_engine_args(options), to_settings(options), to_tls(options)
+    if tls is not None:
+        check_tls(tls)
+    with bind(host, port) if uds is None else bind_unix(uds) as bound:
         from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
 
         metrics = Metrics(settings.name)
         engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
         opened = None if journal is None else Journal(journal, asdict(engine_args))
-        print_start(engine, settings, *bound.getsockname()[:2])
-        code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings.drain_timeout_s)
+        scheme = "http" if tls is None else "https"
+        where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
+        print_start(engine, settings, where, "" if uds is None else f" --unix-socket {uds}")
+        code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings.drain_timeout_s, tls)
+    if uds is not None:
+        Path(uds).unlink(missing_ok=True)
     if engine.is_dead and code:
         # A step that hangs can't be joined; a supervisor is waiting for the exit.
         sys.stdout.flush()
@@ -206,17 +221,21 @@ cli.command("replay")(replay_command)
 
 
 
-def print_start(engine: AsyncLLMEngine, settings: ServerSettings, host: str, port: int) -> None:
-    """Address, model, capacity, and a request to try."""
+def reachable_url(scheme: str, host: str, port: int) -> str:
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{reachable}:{port}/v1"
-    print(f"pagestream {version('pagestream')} serves {', '.join(settings.served_model_names)} at {url}")
+    return f"{scheme}://{reachable}:{port}"
+
+
+def print_start(engine: AsyncLLMEngine, settings: ServerSettings, where: str, options: str) -> None:
+    """Address, model, capacity, and a request to try, with what else curl must be told."""
+    url = f"{where}/v1"
+    print(f"pagestream {version('pagestream')} serves {', '.join(settings.served_model_names)} at {url}{options}")
     print(f"  {engine.kv_summary}")
     if settings.ui:
         print(f"  see it work: {url.removesuffix('/v1')}/")
     key = f" -H 'Authorization: Bearer {'<key>'}'" if settings.api_keys else ""
     body = f'{{"model": "{settings.name}", "prompt": "The capital of France is", "max_tokens": 16}}'
-    print(f"  try: curl {url}/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)
+    print(f"  try: curl{options} {url}/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)
 
 
 def main() -> None:

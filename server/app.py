@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from pagestream.server import chat, completions, health, models, responses, streams
+from pagestream.server import chat, completions, health, models, parameters, responses, streams, tokenize
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
 from pagestream.server.live import LiveFeed, add_live_route
@@ -64,7 +64,7 @@ def create_app(
             if journal is not None:
                 journal.close()
 
-    app = bare_app(lifespan=lifespan)
+    app = bare_app(lifespan=lifespan, root_path=settings.root_path)
     app.state.engine = engine
     app.state.settings = settings
     app.state.metrics = metrics
@@ -94,7 +94,7 @@ def bare_app(**options: Any) -> FastAPI:
     )
     add_routes(app)
     add_error_handlers(app)
-    with_request_schemas(app, CompletionRequest, ChatRequest, responses.ChatCompletionChunk)
+    with_request_schemas(app, CompletionRequest, ChatRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
     return app
 
 
@@ -128,6 +128,28 @@ def add_routes(app: FastAPI) -> None:
         tags=["generation"],
     )
     no_key = describe_errors(401)
+    for path, door, shape, body, summary in (
+        ("/tokenize", tokenize.tokenize, responses.Tokens, "TokenizeRequest", "Token ids of a text or a conversation"),
+        ("/detokenize", tokenize.detokenize, responses.Detokenized, "DetokenizeRequest", "The text of token ids"),
+    ):
+        app.add_api_route(
+            path,
+            door,
+            methods=["POST"],
+            response_model=shape,
+            responses=describe_errors(400, 401, 404, 413, 415),
+            openapi_extra=describe_body(body),
+            summary=summary,
+            tags=["models"],
+        )
+    app.add_api_route(
+        "/v1/parameters",
+        parameters.get_parameters,
+        response_model=responses.Parameters,
+        responses=no_key,
+        summary="Every field of every request, with its range",
+        tags=["models"],
+    )
     app.add_api_route(
         "/v1/models",
         models.list_models,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pagestream.engine import EngineArgs, StartError
-from pagestream.server.settings import MIB, ServerSettings
+from pagestream.server.settings import MIB, ServerSettings, Tls
 from pagestream.server.tools.plan import Parsers
 from pagestream.server.tools.syntax import SYNTAXES
 
@@ -59,6 +60,30 @@ Origins = Annotated[
     list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")
 ]
 
+def keys_in(path: str | None) -> list[str]:
+    """One key a line; empty lines and those that begin with # are none.  Raises StartError, also for a file without any."""
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise StartError(f"--api-key-file {path} can't be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise StartError(f"--api-key-file {path} holds no key")
+    return keys
+
+
+def to_tls(options: dict[str, Any]) -> Tls | None:
+    """Raises StartError for a key or an authority without a certificate."""
+    certificate = options["ssl_certfile"]
+    if certificate is None:
+        if options["ssl_keyfile"] or options["ssl_ca_certs"]:
+            raise StartError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return None
+    return Tls(certificate, options["ssl_keyfile"], options["ssl_ca_certs"])
+
+
 ENGINE_OPTIONS = frozenset(field.name for field in fields(EngineArgs))
 
 
@@ -77,6 +102,9 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         if options[name] < 0:
             raise StartError(f"--{name.replace('_', '-')} must not be negative")
     memory = options["stream_memory"]
+    root_path = options["root_path"].rstrip("/")
+    if root_path and not root_path.startswith("/"):
+        raise StartError("--root-path must begin with a slash")
     parsers = Parsers(options["tool_call_parser"], options["reasoning_parser"])
     if parsers.tool_calls not in ("auto", *SYNTAXES):
         raise StartError(f"--tool-call-parser must be auto, {', '.join(SYNTAXES)}, not {parsers.tool_calls!r}")
@@ -86,7 +114,7 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
     return ServerSettings(
         served_model_names=tuple(names or [options["model"]]),
         model=options["model"],
-        api_keys=tuple(key for key in options["api_key"] or [] if key),
+        api_keys=tuple(key for key in [*(options["api_key"] or []), *keys_in(options["api_key_file"])] if key),
         allowed_origins=tuple(options["allowed_origins"] or []),
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         max_body_bytes=int(options["max_body_size"] * MIB),
@@ -97,4 +125,5 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         stream_memory_bytes=64 * MIB if memory is None else int(memory * 1024 * MIB),
         ui=options["ui"],
         parsers=parsers,
+        root_path=root_path,
     )

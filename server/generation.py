@@ -33,8 +33,13 @@ MAX_TIMEOUT_S = 86400
 
 def check_model(request: GenerationRequest, settings: ServerSettings) -> None:
     """Raises InvalidRequest (404) for a name that isn't served."""
-    if request.model not in settings.served_model_names:
-        raise unknown_model(request.model)
+    check_name(request.model, settings)
+
+
+def check_name(name: str, settings: ServerSettings) -> None:
+    """Raises InvalidRequest (404) for a name that isn't served."""
+    if name not in settings.served_model_names:
+        raise unknown_model(name)
 
 
 def unknown_model(name: str) -> InvalidRequest:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 CLIENT_LEFT = 499  # nginx's number; seen in logs and counters only
+PUBLIC = frozenset(("/", "/health", "/livez", "/readyz", "/version", "/metrics", "/openapi.json", "/docs"))
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -80,24 +81,36 @@ def client_request_id(scope: Scope) -> str | None:
     return None
 
 
+def own_path(scope: Scope) -> str:
+    """The path as the routes know it: without the prefix that a proxy serves this server under, if that came along."""
+    root, path = scope.get("root_path", ""), scope["path"]
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def is_public(path: str) -> bool:
+    return path in PUBLIC or path.startswith("/ui/")
+
+
 class ApiKey:
-    """Asks for a key on everything below /v1; probes and metrics stay open."""
+    """Asks for a key on every route but those of PUBLIC; below /ui lie the page's files, which hold no secret."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
         self.app = app
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS"
-        if is_open or self.holds_key(dict(scope["headers"]).get(b"authorization", b"")):
+        is_open = scope["type"] != "http" or is_public(own_path(scope)) or scope["method"] == "OPTIONS"
+        if is_open or self.holds_key(dict(scope["headers"])):
             await self.app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = HttpError(401, "a valid key is needed: Authorization: Bearer <key>", code="invalid_api_key", headers=headers)
         await error_response(refusal)(scope, receive, send)
 
-    def holds_key(self, authorization: bytes) -> bool:
-        kind, _, given = authorization.partition(b" ")
+    def holds_key(self, headers: dict[bytes, bytes]) -> bool:
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer":
+            given = headers.get(b"x-api-key", b"")  # where clients of Anthropic's API put it
         # Every key is compared, and in constant time, so that timing tells nothing about them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-        return kind.lower() == b"bearer" and any(matches)
+        return any(matches)

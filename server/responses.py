@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -185,6 +185,30 @@ class ErrorDetail(Shape):
 
 class ErrorEnvelope(Shape):
     error: ErrorDetail
+
+
+class Tokens(Shape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Shape):
+    prompt: str
+
+
+class EndpointParameters(Shape):
+    """`fields` are JSON Schemas; `refused` are known fields that are not served, with the values that are taken all the same."""
+
+    fields: dict[str, dict[str, Any]]
+    refused: dict[str, dict[str, Any]]
+    defs: dict[str, dict[str, Any]] = Field(alias="$defs")
+
+
+class Parameters(Shape):
+    object: Literal["parameters"]
+    endpoints: dict[str, EndpointParameters]
 
 
 class Health(Shape):

@@ -9,6 +9,8 @@ import math
 import os
 import signal
 import socket
+import ssl
+import stat
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -18,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pagestream.engine import StartError
+from pagestream.server.settings import Tls
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -47,6 +50,45 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def bind_unix(path: str) -> socket.socket:
+    """The same on a Unix socket.  Takes the place of a socket that nobody listens on any more.  Raises StartError."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not is_served(path):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        bound.close()
+        raise StartError(f"can't listen on {path}: {error.strerror}") from None
+    try:
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise StartError(f"can't listen on {path}: {error.strerror or error}") from None
+    return bound
+
+
+def is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def check_tls(tls: Tls) -> None:
+    """Before a model is loaded.  Raises StartError."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.ca is not None:
+            context.load_verify_locations(tls.ca)
+    except OSError as error:  # what ssl raises is one too
+        raise StartError(f"the certificate, its key or --ssl-ca-certs can't be used: {error.strerror or error}") from None
+
+
 class DrainingServer(uvicorn.Server):
     """Keeps serving while it drains.
 
@@ -55,8 +97,19 @@ class DrainingServer(uvicorn.Server):
     until `drain_timeout_s`.  A second signal ends the process at once.
     """
 
-    def __init__(self, app: FastAPI, engine: AsyncLLMEngine, drain_timeout_s: float):
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, ws="none")
+    def __init__(self, app: FastAPI, engine: AsyncLLMEngine, drain_timeout_s: float, tls: Tls | None = None):
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            ws="none",
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
+            ssl_ca_certs=None if tls is None else tls.ca,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls is not None and tls.ca is not None else ssl.CERT_NONE,
+        )
         super().__init__(config)
         self.engine = engine
         self.drain_timeout_s = drain_timeout_s
@@ -113,8 +166,10 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve_until_ended(app: FastAPI, engine: AsyncLLMEngine, bound: socket.socket, drain_timeout_s: float) -> int:
+def serve_until_ended(
+    app: FastAPI, engine: AsyncLLMEngine, bound: socket.socket, drain_timeout_s: float, tls: Tls | None = None
+) -> int:
     """Serve until a signal or the engine's end; returns the exit code, which is 0 after a drain only."""
-    server = DrainingServer(app, engine, drain_timeout_s)
+    server = DrainingServer(app, engine, drain_timeout_s, tls)
     asyncio.run(server.serve(sockets=[bound]))
     return server.exit_code if server.started else 1

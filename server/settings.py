@@ -10,6 +10,15 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Tls:
+    """Files: a certificate chain, its key, and whose clients' certificates to ask for (none: nobody's)."""
+
+    certificate: str
+    key: str | None = None
+    ca: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """`served_model_names` has at least one name; the first stands in answers and metrics."""
 
@@ -26,6 +35,7 @@ class ServerSettings:
     stream_memory_bytes: int = 64 * MIB  # of all that is kept for resumption
     ui: bool = True  # the page at /
     parsers: Parsers = Parsers()
+    root_path: str = ""  # what a proxy serves this server under
 
     @property
     def name(self) -> str:

@@ -1,0 +1,33 @@
+"""GET /v1/parameters: every field of every request, with its range, made from the wire types themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from pagestream.server.fields import WireModel
+from pagestream.server.protocol import ChatRequest, CompletionRequest
+from pagestream.server.tokenize import DetokenizeRequest, TokenizeRequest
+
+ENDPOINTS: dict[str, type[WireModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def describe(wire: type[WireModel]) -> dict[str, Any]:
+    """`fields` are JSON Schemas, `refused` has what is known but not served, with the values that are taken all the same."""
+    schema = wire.model_json_schema()
+    required = schema.get("required", [])
+    return {
+        "fields": {name: {**field, "required": name in required} for name, field in schema["properties"].items()},
+        "refused": {name: {"allowed": [None, *values]} for name, values in sorted(wire.unsupported.items())},
+        "$defs": schema.get("$defs", {}),
+    }
+
+
+async def get_parameters(http: Request) -> dict[str, Any]:
+    return {"object": "parameters", "endpoints": {path: describe(wire) for path, wire in ENDPOINTS.items()}}

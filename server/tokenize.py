@@ -1,0 +1,73 @@
+"""POST /tokenize and /detokenize: the served model's own tokenizer, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Self
+
+from fastapi import Request
+from pydantic import Field, model_validator
+
+from pagestream.engine import InvalidRequest
+from pagestream.server.body import read_body
+from pagestream.server.fields import Count, Flag, Text, WireModel
+from pagestream.server.generation import check_name
+from pagestream.server.protocol import Message
+from pagestream.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from pagestream.engine import AsyncLLMEngine
+
+
+class TokenizeRequest(WireModel):
+    """A prompt, or the messages of a conversation as the model's template shows them."""
+
+    model: Text
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    add_special_tokens: Flag | None = Field(None, description="Default: true for a prompt, false for messages.")
+    add_generation_prompt: Flag | None = Field(True, description="Only with messages.")
+    return_token_strs: Flag | None = False
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages must be given", param="prompt")
+        return self
+
+
+class DetokenizeRequest(WireModel):
+    model: Text
+    tokens: list[Count]
+
+
+async def tokenize(http: Request) -> dict[str, Any]:
+    engine: AsyncLLMEngine = http.app.state.engine
+    settings: ServerSettings = http.app.state.settings
+    request = await read_body(http, TokenizeRequest, settings.max_body_bytes)
+    check_name(request.model, settings)
+
+    def encode() -> dict[str, Any]:
+        text = request.prompt
+        if request.messages is not None:
+            messages = [message.as_template_input() for message in request.messages]
+            text = engine.render_chat(messages, add_generation_prompt=request.add_generation_prompt is not False)
+        default = request.messages is None
+        adds = default if request.add_special_tokens is None else request.add_special_tokens
+        tokens = engine.tokenizer.encode(text or "", adds)
+        names = [engine.tokenizer.token_text(token_id) for token_id in tokens] if request.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": names}
+
+    return await asyncio.to_thread(encode)
+
+
+async def detokenize(http: Request) -> dict[str, Any]:
+    engine: AsyncLLMEngine = http.app.state.engine
+    settings: ServerSettings = http.app.state.settings
+    request = await read_body(http, DetokenizeRequest, settings.max_body_bytes)
+    check_name(request.model, settings)
+    size = engine.tokenizer.vocab_size
+    if any(token_id >= size for token_id in request.tokens):
+        raise InvalidRequest(f"tokens holds an id outside the vocabulary, whose ids go from 0 to {size - 1}", param="tokens")
+    text = await asyncio.to_thread(engine.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    return {"prompt": text}

@@ -1,0 +1,143 @@
+"""The tokenizer's doors, the list of parameters, and who may come in by which transport."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from pagestream.engine import StartError
+from pagestream.server.args import keys_in
+from pagestream.server.serving import bind, bind_unix, check_tls
+from pagestream.server.settings import Tls
+from tests.server.conftest import Live, refusal_of
+
+
+@pytest.mark.parametrize("text", ["Hello", "京都 👩‍👧", "", "a\n" * 1000])
+def test_tokens_and_back(live: Live, text):
+    body = live.post("/tokenize", prompt=text, return_token_strs=True).json()
+    assert body["tokens"] == list(text.encode())
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == live.engine.max_model_len
+    assert live.post("/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
+
+
+def test_a_conversation_has_the_tokens_that_chat_counts(live: Live):
+    messages = [{"role": "user", "content": "Name a fruit."}]
+    count = live.post("/tokenize", messages=messages).json()["count"]
+    usage = live.post("/v1/chat/completions", messages=messages, max_tokens=1).json()["usage"]
+    assert count == usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"promt": "a"}, "promt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ],
+)
+def test_refusals_name_the_field(live: Live, path, fields, param):
+    assert refusal_of(live.post(path, **fields))["param"] == param
+
+
+@pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})])
+def test_other_models_are_not_here(live: Live, path, fields):
+    assert refusal_of(live.client.post(path, json={"model": "nope", **fields}), 404)["code"] == "model_not_found"
+
+
+def test_every_parameter_is_listed_with_its_range(live: Live):
+    endpoints = live.client.get("/v1/parameters").json()["endpoints"]
+    completions = endpoints["/v1/completions"]
+    assert completions["fields"]["prompt"]["required"] is True
+    temperature = completions["fields"]["temperature"]
+    assert (temperature["required"], temperature["default"]) == (False, 1.0)
+    assert {"minimum": 0, "maximum": 2}.items() <= temperature["anyOf"][0].items()
+    assert completions["refused"]["suffix"] == {"allowed": [None]}
+    assert set(endpoints) >= {"/v1/chat/completions", "/tokenize", "/detokenize"}
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_every_route_but_the_public_ones_needs_a_key(start, root_path):
+    live = start(api_keys=("one", "two"), root_path=root_path)
+    for prefix in {"", root_path}:
+        for path in ("/v1/models", "/v1/parameters", "/tokenize", "/v1/completions", "/nothing"):
+            assert refusal_of(live.client.get(prefix + path), 401)["code"] == "invalid_api_key"
+            for headers in ({"Authorization": "Bearer two"}, {"x-api-key": "one"}):
+                assert live.client.get(prefix + path, headers=headers).status_code != 401
+            for headers in ({"Authorization": "Basic one"}, {"x-api-key": "three"}, {"Authorization": "Bearer"}):
+                assert live.client.get(prefix + path, headers=headers).status_code == 401
+        for path in ("/health", "/livez", "/readyz", "/version", "/metrics", "/openapi.json"):
+            assert live.client.get(prefix + path).status_code == 200, path
+
+
+def test_keys_come_from_a_file_too(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\n one \n\ntwo\n")
+    assert keys_in(str(path)) == ["one", "two"]
+    for text in ("", "# none\n"):
+        path.write_text(text)
+        with pytest.raises(StartError, match="no key"):
+            keys_in(str(path))
+    with pytest.raises(StartError, match="can't be read"):
+        keys_in(str(tmp_path / "missing"))
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+def serve(bound: Any, **options: Any) -> tuple[uvicorn.Server, threading.Thread]:
+    server = uvicorn.Server(uvicorn.Config(hello, log_config=None, lifespan="off", ws="none", **options))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    return server, thread
+
+
+def test_a_unix_socket(tmp_path: Path):
+    path = str(tmp_path / "sock")
+    with bind_unix(path) as bound:
+        server, thread = serve(bound)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path, retries=20), timeout=5) as client:
+            bound.listen()
+            assert client.get("http://localhost/").text == "hi"
+        with pytest.raises(StartError, match="can't listen"):
+            bind_unix(path)
+        server.should_exit = True
+        thread.join(5)
+    with bind_unix(path):  # left behind by a server that is gone
+        assert Path(path).is_socket()
+    Path(path).unlink()
+    Path(path).write_text("a file of somebody's")
+    with pytest.raises(StartError, match="can't listen"):
+        bind_unix(path)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tmp_path: Path):
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    check_tls(Tls(certificate, key))
+    with bind("127.0.0.1", 0) as bound:
+        server, thread = serve(bound, ssl_certfile=certificate, ssl_keyfile=key)
+        bound.listen()
+        context = ssl.create_default_context(cafile=certificate)
+        with httpx.Client(verify=context, timeout=5) as client:
+            assert client.get(f"https://127.0.0.1:{bound.getsockname()[1]}/").text == "hi"
+        server.should_exit = True
+        thread.join(5)
+    for bad in (Tls(certificate), Tls(certificate, str(tmp_path / "missing")), Tls(certificate, key, str(tmp_path / "missing"))):
+        with pytest.raises(StartError, match="can't be used"):
+            check_tls(bad)
