@@ -44,6 +44,7 @@ from pagestream.server.replay_command import replay_command
 from pagestream.server.serving import bind, bind_unix, check_tls, serve_until_ended
 from pagestream.server.settings import ServerSettings
 from pagestream.server.simulate_command import simulate_command
+from pagestream.server.tracing import check_tracing
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -167,6 +168,9 @@ def serve(
     ] = None,
     ui: Annotated[bool, option("--ui/--no-ui", SERVER, "Serve the page at /: playground and live view of the engine.")] = True,
     log_level: Annotated[str, option("--log-level", SERVER, "debug, info, warning or error.")] = "info",
+    otlp_endpoint: Annotated[
+        str | None, option("--otlp-endpoint", SERVER, "Send OpenTelemetry spans of each request to this collector, over HTTP.")
+    ] = None,
     log_format: Annotated[str, option("--log-format", SERVER, "plain, or json: one object a line.")] = "plain",
     config: ConfigFile = None,
     enable_fault_injection: Annotated[
@@ -177,6 +181,7 @@ def serve(
     options = dict(locals())
     start_logging(log_level, log_format)
     engine_args, settings, tls = to_engine_args(options), to_settings(options), to_tls(options)
+    check_tracing(settings.otlp_endpoint)
     if tls is not None:
         check_tls(tls)
     with bind(host, port) if uds is None else bind_unix(uds) as bound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from pagestream.server.requests import add_request_route
 from pagestream.server.restore import Restorer
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswers
+from pagestream.server.tracing import TraceRequests, Tracing
 from pagestream.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def create_app(
             await app.state.shared_answers.close()
             if journal is not None:
                 journal.close()
+            if metrics.tracing is not None:
+                await asyncio.to_thread(metrics.tracing.shutdown)
 
     app = bare_app(lifespan=lifespan, root_path=settings.root_path)
     app.state.engine = engine
@@ -83,6 +87,9 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
         )
+    if settings.otlp_endpoint:
+        metrics.tracing = Tracing(settings.otlp_endpoint, settings.name)
+        app.add_middleware(TraceRequests, tracing=metrics.tracing)
     app.add_middleware(RequestContext, metrics=metrics)
     return app
 

@@ -124,6 +124,7 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         stream_keep_s=options["stream_keep"],
         stream_memory_bytes=64 * MIB if memory is None else int(memory * 1024 * MIB),
         ui=options["ui"],
+        otlp_endpoint=options["otlp_endpoint"],
         parsers=parsers,
         root_path=root_path,
     )

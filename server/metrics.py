@@ -23,6 +23,7 @@ from pagestream.engine import FinishReason, RequestStats, StepStats
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
+    from pagestream.server.tracing import Tracing
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
@@ -47,6 +48,7 @@ class Metrics:
         GCCollector(registry=self.registry)
         self._labels = {"model_name": model_name, "engine": "0"}
         self._engine: AsyncLLMEngine | None = None
+        self.tracing: Tracing | None = None  # told of each request's end
         self._make_gauges()
         self._make_counters()
         self._make_histograms()
@@ -176,6 +178,8 @@ class Metrics:
             self.between_tokens_s.observe(seconds_since_last)
 
     def request_finished(self, stats: RequestStats) -> None:
+        if self.tracing is not None:
+            self.tracing.request_finished(stats)
         self.finished[stats.finish_reason.value].inc()
         self.e2e_s.observe(stats.finished_s - stats.arrival_s)
         self.request_prompt_tokens.observe(stats.num_prompt_tokens)

@@ -34,6 +34,7 @@ class ServerSettings:
     stream_keep_s: float = 300.0  # how long a finished one can still be read
     stream_memory_bytes: int = 64 * MIB  # of all that is kept for resumption
     ui: bool = True  # the page at /
+    otlp_endpoint: str | None = None  # of a collector of traces; None: nothing is traced
     parsers: Parsers = Parsers()
     root_path: str = ""  # what a proxy serves this server under
 

@@ -45,6 +45,12 @@ export class Chart {
       if (points.length > 1 && (this.isStacked || this.lines.length === 1)) {
         drawing.lineTo(width, HEIGHT);
         drawing.lineTo(x(points[0]), HEIGHT);
+        if (this.isStacked) {
+          // The areas lie one within the other: each covers what the larger ones have painted there.
+          drawing.fillStyle = styleColour("sheet");
+          drawing.fill();
+          drawing.fillStyle = colour;
+        }
         drawing.globalAlpha = this.isStacked ? 0.35 : 0.12;
         drawing.fill();
         drawing.globalAlpha = 1;

@@ -101,12 +101,13 @@ export class LiveView {
     const { engine, blocks, swap } = this.state;
     if (engine.num_blocks === undefined) return;
     this.#tiles();
-    this.grid.draw(blocks, engine.num_blocks, this.chosen);
+    const chosen = this.state.requests.has(this.chosen) ? this.chosen : null;
+    this.grid.draw(blocks, engine.num_blocks, chosen);
     $("grid").setAttribute("aria-label", `Map of ${engine.num_blocks} KV blocks, ${engine.num_free} of them free`);
     $("grid").dataset.free = engine.num_free;
     $("swap-box").hidden = !engine.num_swap_blocks;
     if (engine.num_swap_blocks) {
-      this.swapGrid.draw(swap, engine.num_swap_blocks, this.chosen);
+      this.swapGrid.draw(swap, engine.num_swap_blocks, chosen);
       $("swap-grid").setAttribute("aria-label", `Map of ${engine.num_swap_blocks} swap blocks, ${engine.num_swap_free} of them free`);
     }
     this.#rows();
