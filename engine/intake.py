@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagestream.engine.core.config import SchedulingPolicy
 from pagestream.engine.core.errors import ContextLengthExceeded, InvalidRequest
@@ -79,6 +79,8 @@ class Intake:
             if self._check_constraint is None:
                 raise InvalidRequest(f"{params.constraint.param} can't be enforced by this engine", param=params.constraint.param)
             self._check_constraint(params.constraint)
+        if params.bad_words:
+            params = replace(params, bad_word_ids=self._word_ids(params.bad_words))
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -94,6 +96,17 @@ class Intake:
             output_token_ids=() if options.begun is None else options.begun.output_token_ids,
             deadline_s=None if options.timeout_s is None else arrival_time_s + options.timeout_s,
         )
+
+    def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it begins a text and as it follows a space: mostly different tokens.  Raises InvalidRequest."""
+        found = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                token_ids = tuple(self.tokenizer.encode(text, False))
+                if not token_ids:
+                    raise InvalidRequest(f"bad_words holds {word[:40]!r}, which the tokenizer gives no tokens", param="bad_words")
+                found.append(token_ids)
+        return tuple(dict.fromkeys(found))
 
     def _check_options(self, params: SamplingParams, options: RequestOptions) -> None:
         if options.priority and self.limits.policy is SchedulingPolicy.FCFS:

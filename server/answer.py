@@ -47,9 +47,11 @@ class Piece:
     prompt_logprobs: list[Any] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] = field(default_factory=list)  # where asked for
+    prompt_token_ids: list[int] | None = None  # once, where asked for
 
     def is_empty(self) -> bool:
-        return not (self.text or self.tokens or self.finish_reason or self.prompt_logprobs is not None)
+        return not (self.text or self.tokens or self.token_ids or self.finish_reason or self.prompt_logprobs is not None)
 
 
 def fold_pieces(pieces: list[Piece]) -> Piece:
@@ -61,6 +63,8 @@ def fold_pieces(pieces: list[Piece]) -> Piece:
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        prompt_token_ids=next((piece.prompt_token_ids for piece in pieces if piece.prompt_token_ids is not None), None),
     )
 
 
@@ -91,6 +95,7 @@ class Answer(ABC):
         self._usages: list[Usage] = []
         self._timelines: list[RequestTimeline | None] = []
         self._prompt_parts: list[PromptPart] = []
+        self._told_prompts: set[int] = set()  # choices whose prompt's token ids were sent, where asked for
         self._ends: list[int] = []  # of each choice's text so far, counting the text of all its tokens
 
     def begin(self, streams: Sequence[OutputStream], vocabulary: Vocabulary) -> None:
@@ -154,6 +159,15 @@ class Answer(ABC):
 
     def _of_answer(self, prompt_index: int, new: CompletionOutput) -> Piece:
         index = prompt_index * self.params.n + new.index
+        piece = self._text_of(index, new)
+        if self.request.return_token_ids:
+            piece.token_ids = list(new.token_ids)
+            if index not in self._told_prompts:
+                self._told_prompts.add(index)
+                piece.prompt_token_ids = list(self.streams[prompt_index].prompt_token_ids)
+        return piece
+
+    def _text_of(self, index: int, new: CompletionOutput) -> Piece:
         tokens = []
         if new.logprobs is not None:
             for text, scores in zip(new.token_texts or (), new.logprobs, strict=True):
@@ -170,6 +184,14 @@ class Answer(ABC):
     @abstractmethod
     def chunk_choices(self, piece: Piece) -> list[dict[str, Any]]:
         """The choices to be sent for a piece, one per chunk."""
+
+    def with_token_ids(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        """The choice, with the piece's token ids where the request asks for them."""
+        if self.request.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if piece.prompt_token_ids is not None:
+                choice["prompt_token_ids"] = piece.prompt_token_ids
+        return choice
 
     @abstractmethod
     def whole_choice(self, piece: Piece) -> dict[str, Any]: ...

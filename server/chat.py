@@ -54,17 +54,19 @@ class ChatAnswer(Answer):
         for delta in deltas:
             choices.append(self.choice(piece, {"delta": delta}, logprobs, None))
             logprobs = None  # once, with the first
+        if deltas:
+            self.with_token_ids(choices[-1], piece)
         if piece.finish_reason is not None:
             choices.append(self.choice(piece, {"delta": {}}, None, finish_reason(piece, reader)))
         return choices
 
     def deltas(self, piece: Piece, reader: ReplyReader | None) -> list[dict[str, Any]]:
         if reader is None:
-            return [{"content": piece.text}] if piece.text or piece.tokens else []
+            return [{"content": piece.text}] if piece.text or piece.tokens or piece.token_ids else []
         parts = reader.push(piece.text)
         if piece.finish_reason is not None:
             parts += reader.finish()
-        return [as_delta(part) for part in parts] or ([{"content": ""}] if piece.tokens else [])
+        return [as_delta(part) for part in parts] or ([{"content": ""}] if piece.tokens or piece.token_ids else [])
 
     def whole_choice(self, piece: Piece) -> dict[str, Any]:
         reader = self._make_reader()
@@ -76,7 +78,7 @@ class ChatAnswer(Answer):
         choice = self.choice(piece, {"message": message}, logprobs, finish_reason(piece, reader))
         if piece.prompt_logprobs is not None:
             choice["prompt_logprobs"] = piece.prompt_logprobs
-        return choice
+        return self.with_token_ids(choice, piece)
 
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         return chat_logprobs(piece.tokens, self.request.top_logprobs or 0, self.vocabulary)

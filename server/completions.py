@@ -47,7 +47,7 @@ class CompletionAnswer(Answer):
             choice["stop_reason"] = piece.stop_reason
         if piece.prompt_logprobs is not None:
             choice["prompt_logprobs"] = piece.prompt_logprobs
-        return choice
+        return self.with_token_ids(choice, piece)
 
     def chunk_choices(self, piece: Piece) -> list[dict[str, Any]]:
         return [self.choice(piece, self.logprobs(piece) if piece.tokens else None)]

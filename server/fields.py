@@ -18,6 +18,7 @@ Whole = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
 Real = Annotated[float, Strict(), AllowInfNan(False)]
 Text = Annotated[str, Strict()]
+BadWord = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class WireModel(BaseModel):

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import Fault, InvalidRequest, SamplingParams
 from pagestream.server.constraints import ResponseFormat, StructuredOutputs, find_constraint
-from pagestream.server.fields import Count, EarlyStopping, Flag, Prompts, Real, Stops, Text, Whole, WireModel
+from pagestream.server.fields import BadWord, Count, EarlyStopping, Flag, Prompts, Real, Stops, Text, Whole, WireModel
 from pagestream.server.tools.plan import Parsers, ReplyPlan, plan_reply
 from pagestream.server.tools.wire import MAX_TOOLS, Tool, ToolCall, ToolChoice, check_tools
 
@@ -85,6 +85,7 @@ class GenerationRequest(WireModel):
     top_p: Real | None = Field(1.0, ge=0, le=1, description="0 is greedy.")
     top_k: Whole | None = Field(0, ge=-1, le=2**31 - 1, description="0 and -1: off.")
     min_p: Real | None = Field(0.0, ge=0, le=1)
+    typical_p: Real | None = Field(1.0, gt=0, le=1, description="Keep the most typical tokens up to this probability; 1: off.")
     n: Whole | None = Field(1, ge=1, le=128, description="Answers per prompt.")
     seed: Whole | None = Field(None, description="The same seed gives the same answer, whoever else is served at the time.")
     stop: Stops = ()
@@ -101,7 +102,9 @@ class GenerationRequest(WireModel):
     prompt_logprobs: Whole | None = Field(
         None, ge=0, le=20, description="So many likeliest tokens at each position of the prompt."
     )
+    bad_words: list[BadWord] | None = Field(None, max_length=64, description="Words that the answer must not hold.")
     skip_special_tokens: Flag | None = True
+    return_token_ids: Flag | None = Field(False, description="Answers have the token ids of the prompt and of what was generated.")
     add_special_tokens: Flag | None = None
     truncate_prompt_tokens: Whole | None = Field(
         None, ge=1, le=2**31 - 1, description="Only the prompt's last so many tokens count."
@@ -162,7 +165,7 @@ class GenerationRequest(WireModel):
 SHARED_PARAMS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-    "prompt_logprobs", "skip_special_tokens",
+    "prompt_logprobs", "skip_special_tokens", "typical_p", "bad_words",
 )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ class ChoiceShape(Shape):
     finish_reason: Reason | None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionLogprobs(Shape):

@@ -13,6 +13,7 @@ MAX_SEED = 2**63 - 1
 MAX_NUM_SEQUENCES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_BAD_WORDS = 64
 MAX_LENGTH_PENALTY = 16
 
 # What beam search goes together with; the first is named where something else was asked for.
@@ -21,6 +22,8 @@ BEAM_VALUES: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
+    "typical_p": (1.0,),
+    "bad_words": ((),),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
@@ -59,6 +62,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0
+    typical_p: float = 1.0  # 1: off
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -72,11 +76,15 @@ class SamplingParams:
     logprobs: int | None = None  # that many likeliest tokens at each position, besides the chosen one
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens
     seed: int | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids; made of bad_words where the request is taken in
     constraint: Constraint | None = None  # the whole answer belongs to this language, unless something else ends it first
 
     def __post_init__(self) -> None:
         for name, stored in (
             ("stop", as_strings(self.stop)),
+            ("bad_words", as_strings(self.bad_words)),
+            ("bad_word_ids", tuple(map(tuple, self.bad_word_ids))),
             ("stop_token_ids", frozenset(self.stop_token_ids or ())),
             ("logit_bias", as_bias(self.logit_bias)),
             ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
@@ -94,6 +102,9 @@ class SamplingParams:
         in_range("top_p", self.top_p, 0.0, 1.0)
         in_range("top_k", self.top_k, -1, None, whole=True)
         in_range("min_p", self.min_p, 0.0, 1.0)
+        in_range("typical_p", self.typical_p, 0.0, 1.0)
+        if self.typical_p == 0:
+            raise InvalidRequest("typical_p must be above 0", param="typical_p")
         in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         in_range("repetition_penalty", self.repetition_penalty, 0.0, None)
@@ -111,8 +122,11 @@ class SamplingParams:
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed", param="stop")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequest("stop must hold non-empty strings", param="stop")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has {len(self.bad_words)} words; at most {MAX_BAD_WORDS} are allowed", param="bad_words")
+        for name in ("stop", "bad_words"):
+            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
+                raise InvalidRequest(f"{name} must hold non-empty strings", param=name)
         for name in ("stop_token_ids", "allowed_token_ids"):
             if any(type(token_id) is not int or token_id < 0 for token_id in getattr(self, name) or ()):
                 raise InvalidRequest(f"{name} must hold token ids, whole numbers from 0", param=name)
@@ -147,6 +161,7 @@ class SamplingParams:
             ("min_tokens", self.min_tokens > 0),
             ("ignore_eos", self.ignore_eos),
             ("allowed_token_ids", self.allowed_token_ids is not None),
+            ("bad_words", bool(self.bad_words)),
         ):
             if self.constraint is not None and is_set:
                 raise InvalidRequest(f"{name} can't be combined with {self.constraint.param}", param=name)

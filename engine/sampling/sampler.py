@@ -12,12 +12,14 @@ from torch import Tensor
 from pagestream.engine.core.errors import InvariantBroken
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import Admitted, Candidate, SampledTokens, ScheduledSequence
+from pagestream.engine.sampling.bad_words import BadWords
 from pagestream.engine.sampling.beam_candidates import beam_candidates
 from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
 from pagestream.engine.sampling.logits_processors import AllowedTokens, LogitBias, LogitsProcessor, MinTokens
 from pagestream.engine.sampling.logprobs import score_tokens
 from pagestream.engine.sampling.penalties import Penalties
 from pagestream.engine.sampling.randomness import uniform
+from pagestream.engine.sampling.typical import TypicalTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class SamplingState:
 class Sampler:
     """Invariant: a row's tokens and logprobs depend, to the bit, on its own logits, tokens, parameters and seed alone.
 
-    Pipeline: bias, penalties, then what rules tokens out (min_tokens, allowed_token_ids, further processors), so that nothing
+    Pipeline: bias, penalties, then what rules tokens out (min_tokens, allowed_token_ids, bad words, further processors, typical_p), so that nothing
     can bring a ruled out token back; then temperature and truncation, see drawing.py.  Every call can be repeated.
     """
 
@@ -48,7 +50,9 @@ class Sampler:
             Penalties(),
             MinTokens(eos_token_ids),
             AllowedTokens(),
+            BadWords(),
             *processors,
+            TypicalTokens(),
         )
         self._eos_token_ids = eos_token_ids
         self._states: dict[int, SamplingState] = {}

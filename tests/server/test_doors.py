@@ -17,7 +17,7 @@ from pagestream.engine import StartError
 from pagestream.server.args import keys_in
 from pagestream.server.serving import bind, bind_unix, check_tls
 from pagestream.server.settings import Tls
-from tests.server.conftest import Live, refusal_of
+from tests.server.conftest import Live, events_of, refusal_of
 
 
 @pytest.mark.parametrize("text", ["Hello", "京都 👩‍👧", "", "a\n" * 1000])
@@ -141,3 +141,19 @@ def test_tls(tmp_path: Path):
     for bad in (Tls(certificate), Tls(certificate, str(tmp_path / "missing")), Tls(certificate, key, str(tmp_path / "missing"))):
         with pytest.raises(StartError, match="can't be used"):
             check_tls(bad)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_come_where_asked_for(live: Live, path):
+    asked = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    fields = {**asked, "n": 2, "seed": 3, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+    whole = live.post(path, **fields).json()["choices"]
+    parts: list[dict[str, list[int]]] = [{"token_ids": [], "prompt_token_ids": []} for _ in range(2)]
+    for event in events_of(live.post(path, **fields, stream=True)):
+        for choice in event["choices"]:
+            for name, found in parts[choice["index"]].items():
+                found += choice.get(name) or []
+    assert [{name: choice[name] for name in parts[0]} for choice in whole] == parts
+    assert all(len(choice["token_ids"]) == 20 for choice in whole)
+    plain = live.post(path, **(fields | {"return_token_ids": False})).json()["choices"][0]
+    assert "token_ids" not in plain
