@@ -30,6 +30,7 @@ from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write
 if TYPE_CHECKING:
     from pagestream.engine.async_llm_engine import AsyncLLMEngine
     from pagestream.engine.live_view import EngineView, LiveBlock, LivePool, LiveRequest, LiveTotals
+    from pagestream.engine.kernel_bench import bench_kernels
     from pagestream.engine.llm import LLM
     from pagestream.engine.llm_engine import LLMEngine
     from pagestream.engine.machine import gpu_facts, machine_facts
@@ -52,6 +53,7 @@ LAZY = {
     "machine_facts": "pagestream.engine.machine",
     "measure_machine": "pagestream.engine.measure",
     "time_decode_steps": "pagestream.engine.roofline",
+    "bench_kernels": "pagestream.engine.kernel_bench",
 }
 
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "TokenLogprobs",
     "TraceRequest",
     "Usage",
+    "bench_kernels",
     "capacity",
     "fold",
     "gpu_facts",

@@ -157,7 +157,7 @@ class Report:
     inter_token_s: Spread
     wait_s: Spread  # arrival to first step
     longest_wait_steps: int
-    longest_wait_share_of_bound: float  # largest share of the steps that a request may wait (docs/memory.md); never above 1
+    longest_wait_share_of_bound: float  # largest share of the steps that a request may wait (engine/core/README.md); never above 1
     num_steps: int
     num_computed_tokens: int
     num_recomputed_tokens: int

@@ -106,6 +106,17 @@ def bench_throughput(
     write_json(json_file, table)
 
 
+@bench.command("kernels")
+def bench_the_kernels(
+    json_file: JsonFile = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A coarse grid; without a GPU, one target.")] = False,
+) -> None:
+    """Time the GPU kernels; without a GPU, print what their compiled code tells."""
+    from pagestream.engine import bench_kernels
+
+    bench_kernels(json_file, quick=quick)
+
+
 def seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
