@@ -29,8 +29,8 @@ from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write
 
 if TYPE_CHECKING:
     from pagestream.engine.async_llm_engine import AsyncLLMEngine
-    from pagestream.engine.live_view import EngineView, LiveBlock, LivePool, LiveRequest, LiveTotals
     from pagestream.engine.kernel_bench import bench_kernels
+    from pagestream.engine.live_view import EngineView, LiveBlock, LivePool, LiveRequest, LiveTotals
     from pagestream.engine.llm import LLM
     from pagestream.engine.llm_engine import LLMEngine
     from pagestream.engine.machine import gpu_facts, machine_facts
