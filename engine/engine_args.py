@@ -46,6 +46,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_prefill_tokens: int | None = None
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "auto"
     max_num_queued_reqs: int | None = None
@@ -99,6 +100,7 @@ class EngineArgs:
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_prefill_tokens=self.max_num_prefill_tokens,
                 policy=SchedulingPolicy(self.scheduling_policy),
                 preemption_mode=PreemptionMode(self.preemption_mode),
                 max_num_queued_reqs=self.max_num_queued_reqs,

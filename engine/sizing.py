@@ -26,9 +26,10 @@ DEFAULT_GPU_SWAP_BYTES = 4 * GIB
 class DeviceDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_prefill_tokens: int
 
 
-DEFAULTS = {"cpu": DeviceDefaults(64, 512), "cuda": DeviceDefaults(256, 8192)}
+DEFAULTS = {"cpu": DeviceDefaults(64, 512, 128), "cuda": DeviceDefaults(256, 8192, 2048)}
 
 
 def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
@@ -41,7 +42,8 @@ def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
         raise StartError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}: each sequence gets a token")
     if asked.preemption_mode is PreemptionMode.SWAP and swap_bytes(config, device) == 0:
         raise StartError("preemption_mode swap needs a swap_space above 0")
-    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode)
+    num_prefill_tokens = asked.max_num_prefill_tokens or defaults.max_num_prefill_tokens
+    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, num_prefill_tokens)
 
 
 def swap_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -80,13 +80,14 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = None  # sequences per step; None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # tokens per step; None: 512 on a CPU, 8192 on a GPU
+    max_num_prefill_tokens: int | None = None  # prompt tokens per step while others decode; None: 128 on a CPU, 2048 on a GPU
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     max_num_queued_reqs: int | None = None  # waiting requests; None: 1024
     max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; None: no limit of its own
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_prefill_tokens", "max_num_queued_reqs", "max_num_queued_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise StartError(f"{name} must be at least 1, not {value}")

@@ -34,6 +34,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    max_num_prefill_tokens: int | None = None  # of a step in which somebody decodes; None: whatever the budget leaves
 
 
 @dataclass(slots=True)
@@ -115,6 +116,9 @@ class Scheduler:
         plan.begin(self.limits.max_num_batched_tokens)
         self._make_room()
         lacking = self._place_decodes()
+        if plan.rows and self.limits.max_num_prefill_tokens is not None:
+            # Who decodes waits for the whole step: prompts beside him must not make it long.
+            plan.num_tokens_left = min(plan.num_tokens_left, self.limits.max_num_prefill_tokens)
         oldest = self._place_prefills(lacking)
         reserve = 0 if oldest is None else -(-plan.num_tokens_left // 2)
         if not plan.num_preempted:

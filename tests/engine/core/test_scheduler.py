@@ -163,6 +163,20 @@ def test_a_short_prompt_passes_a_long_one_and_the_long_one_still_moves():
     assert all(later - earlier >= 8 for earlier, later in zip(done, done[1:], strict=False))
 
 
+def test_prompts_beside_decodes_keep_the_step_short():
+    blocks = BlockManager(200, BLOCK_SIZE)
+    run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), blocks))
+    run.add(make_request("decodes", [1, 2, 3], 40))
+    run.add(make_request("prompt", [5] * 100, 2))
+    run.step()
+    assert run.plans[-1].num_tokens == 64  # nobody decodes yet
+    while not run.texts["prompt"]:
+        run.step()
+        if len(run.plans[-1].scheduled) > 1:
+            assert run.plans[-1].num_tokens <= 11
+    run.run()
+
+
 def test_swapped_groups_come_back_before_new_ones_are_admitted():
     run, _ = crowded(swap=60, mode=PreemptionMode.SWAP)
     saw_swapped = False
