@@ -23,7 +23,7 @@ from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.core.step_plan import TokenLogprobs
 from pagestream.engine.core.timeline import RequestTimeline
 from pagestream.engine.engine_args import EngineArgs
-from pagestream.engine.metrics import EngineListener, RequestInfo, RequestStats, StepStats
+from pagestream.engine.metrics import EngineListener, QueuePlace, RequestInfo, RequestStats, StepStats
 from pagestream.engine.simulation import CostModel, Machine, Report, capacity, simulate
 from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write_trace
 
@@ -87,6 +87,7 @@ __all__ = [
     "Overloaded",
     "PoissonLoad",
     "PreemptionMode",
+    "QueuePlace",
     "Report",
     "RequestFailed",
     "RequestInfo",

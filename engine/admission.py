@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pagestream.engine.core.errors import Overloaded
 from pagestream.engine.core.request import Request
 from pagestream.engine.llm_engine import LLMEngine
+from pagestream.engine.metrics import QueuePlace
 
 RATE_WINDOW = 64  # finished requests whose pace says how fast the queue moves
 MIN_FINISHED_TO_JUDGE = 8  # from so many on their pace says enough to refuse somebody for it
@@ -60,6 +61,14 @@ class AdmissionControl:
             if wait_s > time_left_s:
                 what = f"about {wait_s:.1f} s of waiting are ahead, more than timeout_s has left"
                 self._refuse("hopeless", what, min(MAX_RETRY_AFTER_S, wait_s - time_left_s))
+
+    def place(self, request_ids: Sequence[str], inbox: Sequence[Request]) -> QueuePlace | None:
+        """Where the first of these requests stands that is waiting; None if they are being computed."""
+        groups = list(self._engine.scheduler.waiting)
+        waiting = [group.request.request_id for group in groups if group.timeline.first_step is None]
+        waiting += [request.request_id for request in inbox]
+        position = next((at for at, request_id in enumerate(waiting, 1) if request_id in request_ids), None)
+        return None if position is None else QueuePlace(position, position * self.pace_s)
 
     @property
     def pace_s(self) -> float:

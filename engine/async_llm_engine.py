@@ -21,7 +21,7 @@ from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.factory import BuiltEngine, build_engine
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.live_view import EngineView, LiveView
-from pagestream.engine.metrics import EngineListener, RequestInfo, StepStats
+from pagestream.engine.metrics import EngineListener, QueuePlace, RequestInfo, StepStats
 from pagestream.engine.output_stream import OutputStream
 from pagestream.engine.text.chat_template import ChatTemplate
 from pagestream.engine.text.tokenizer import Tokenizer
@@ -216,6 +216,11 @@ class AsyncLLMEngine:
         """End all requests that were added under this id, or one of them by its own.  Synchronous; takes effect between steps."""
         for known in [known for known in self._streams if known == request_id or known.rpartition("-")[0] == request_id]:
             self._abort_one(known)
+
+    def queue_place(self, request_id: str) -> QueuePlace | None:
+        """Where those requests of this id stand that nothing has been computed of yet; None if there are none."""
+        known = [known for known in self._streams if known.rpartition("-")[0] == request_id]
+        return self._admission.place(known, self._added)
 
     def request_info(self, request_id: str) -> list[RequestInfo]:
         """Where the requests stand that were added under this id, one per prompt; for some time also after their end.

@@ -61,6 +61,14 @@ class RequestInfo:
     timeline: RequestTimeline
 
 
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """Of a request that nothing has been computed of yet."""
+
+    position: int  # 1 is next
+    wait_s: float  # at the pace at which requests have finished lately; 0 where none has
+
+
 class EngineListener(Protocol):
     """Called from the engine's thread; must return quickly and never raise."""
 

@@ -157,6 +157,9 @@ def serve(
     journal: Annotated[
         Path | None, option("--journal", SERVER, "File that keeps requests and tokens, so that a killed server's streams go on.")
     ] = None,
+    slow_reader_timeout: Annotated[
+        float, option("--slow-reader-timeout", SERVER, "Seconds after which a reader who takes nothing is cut off; 0: never.")
+    ] = 120.0,
     stall_timeout: Annotated[
         float, option("--stall-timeout", SERVER, "Seconds without the end of a step after which /readyz says 503; 0: never.")
     ] = 60.0,
@@ -187,7 +190,7 @@ def serve(
     check_tracing(settings.otlp_endpoint)
     if tls is not None:
         check_tls(tls)
-    with bind(host, port) if uds is None else bind_unix(uds) as bound:
+    with bind(host, port, slow_reader_timeout) if uds is None else bind_unix(uds) as bound:
         from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
 
         metrics = Metrics(settings.name)

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from pagestream.engine import (
     CompletionOutput,
     DeadlineExceeded,
     FinishReason,
+    QueuePlace,
     RequestFailed,
     RequestOutput,
     RequestTimeline,
@@ -91,6 +92,7 @@ class Answer(ABC):
         self.created = int(time.time())
         self.model = model
         self.timeout_s = request.timeout_s  # None: no deadline
+        self.find_place: Callable[[], QueuePlace | None] = lambda: None
         self.streams: Sequence[OutputStream] = ()
         self._usages: list[Usage] = []
         self._timelines: list[RequestTimeline | None] = []
@@ -107,6 +109,13 @@ class Answer(ABC):
         is_due = self.wants_echo or self.params.prompt_logprobs is not None
         self._prompt_parts = [PromptPart(is_due) for _ in streams]
         self._ends = [0] * (len(streams) * self.params.n)
+
+    def waiting_comment(self) -> str:
+        """What a stream without news has to say."""
+        place = self.find_place()
+        if place is None:
+            return "keep-alive"
+        return f"waiting, position {place.position}, about {place.wait_s:.1f} s"
 
     def abort(self) -> None:
         """Synchronous, so that it also works where an await would be cancelled; nothing happens to what has ended."""

@@ -98,7 +98,7 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         raise StartError("--sse-keep-alive-interval and --drain-timeout must not be negative")
     if options["max_body_size"] <= 0:
         raise StartError("--max-body-size must be above 0")
-    for name in ("stall_timeout", "stream_resume_timeout", "stream_keep"):
+    for name in ("slow_reader_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep"):
         if options[name] < 0:
             raise StartError(f"--{name.replace('_', '-')} must not be negative")
     memory = options["stream_memory"]
@@ -119,6 +119,7 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         max_body_bytes=int(options["max_body_size"] * MIB),
         drain_timeout_s=options["drain_timeout"],
+        slow_reader_timeout_s=options["slow_reader_timeout"],
         stall_timeout_s=options["stall_timeout"],
         stream_resume_timeout_s=options["stream_resume_timeout"],
         stream_keep_s=options["stream_keep"],

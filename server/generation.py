@@ -72,7 +72,7 @@ async def respond(
         )
     if request.stream:
         await while_connected(http, admit(engine, answer, prompts, param, journal))
-        return AnswerStream(answer, settings.sse_keep_alive_interval_s)
+        return AnswerStream(answer, settings)
 
     async def admitted_and_whole() -> dict[str, Any]:
         await admit(engine, answer, prompts, param, journal)
@@ -103,7 +103,7 @@ async def respond_shared(
     try:
         if answer.request.stream:
             await while_connected(http, shared.until_admitted())
-            return SharedStream(shared, settings.sse_keep_alive_interval_s, with_ids=answer.request.wants_resumable, headers=headers)
+            return SharedStream(shared, settings, with_ids=answer.request.wants_resumable, headers=headers)
         whole = await while_connected(http, shared.until_whole())
     except BaseException:
         shared.detach()
@@ -142,6 +142,7 @@ async def admit(
         for stream in streams:
             stream.keep_deltas()
     answer.begin(streams, engine.tokenizer)
+    answer.find_place = lambda: engine.queue_place(answer.id)
     if journal is not None:
         journal.admitted(answer, streams)
         if request.wants_resumable:

@@ -32,7 +32,7 @@ LAST_BYTES_S = 2
 KEEP_ALIVE_S = 65  # above the 60 s of common proxies, so that it is not the server who closes a connection just taken
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, slow_reader_timeout_s: float = 0.0) -> socket.socket:
     """A bound socket that does not listen yet: a port in use is found before a model is loaded, and nobody waits unanswered.
 
     Raises StartError.
@@ -42,6 +42,9 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if slow_reader_timeout_s > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Inherited by what it accepts: a peer that takes nothing for so long loses its connection and its buffers too.
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(slow_reader_timeout_s * 1000))
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()

@@ -29,6 +29,7 @@ class ServerSettings:
     sse_keep_alive_interval_s: float = 15.0  # 0: no keep-alive
     max_body_bytes: int = 8 * MIB
     drain_timeout_s: float = 30.0
+    slow_reader_timeout_s: float = 120.0  # a reader who takes nothing for so long is cut off; 0: never
     stall_timeout_s: float = 60.0  # a step that takes longer turns readiness off and is reported; 0: never
     stream_resume_timeout_s: float = 60.0  # how long a resumable stream without a reader goes on
     stream_keep_s: float = 300.0  # how long a finished one can still be read

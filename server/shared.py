@@ -13,18 +13,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
-from sse_starlette import EventSourceResponse
-from starlette.types import Receive, Scope, Send
 
 from pagestream.engine import InvalidRequest, Overloaded
 from pagestream.server.answer import Answer, encode
 from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import NO_RETRY, HttpError
 from pagestream.server.settings import ServerSettings
-from pagestream.server.sse import Event, answer_events, keep_alive
+from pagestream.server.sse import Event, EventStream, answer_events
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +77,9 @@ class SharedAnswer:
     @property
     def num_lanes(self) -> int:
         return self._answer.num_choices + 1
+
+    def waiting_comment(self) -> str:
+        return self._answer.waiting_comment()
 
     @property
     def is_stream(self) -> bool:
@@ -291,34 +291,21 @@ def position_of(last_event_id: str | None, num_lanes: int) -> Position:
     return tuple(map(int, parts))
 
 
-class SharedStream(EventSourceResponse):
+class SharedStream(EventStream):
     """The response of one reader, who must have been attached; detached at the end, however that comes."""
 
     def __init__(
         self,
         shared: SharedAnswer,
-        keep_alive_interval_s: float,
+        settings: ServerSettings,
         *,
         with_ids: bool = True,
         position: Position | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(
-            shared.blocks(position or (0,) * shared.num_lanes, with_ids=with_ids),
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})},
-            ping=keep_alive_interval_s,
-            ping_message_factory=bare_keep_alive if with_ids else keep_alive,
-            sep="\n",
-        )
+        blocks = shared.blocks(position or (0,) * shared.num_lanes, with_ids=with_ids)
+        super().__init__(blocks, settings, shared.waiting_comment, is_bare=with_ids, headers=headers)
         self.shared = shared
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.shared.detach()
-
-
-def bare_keep_alive() -> Any:
-    """Without the blank line, at which an official client that has seen an id would expect an event."""
-    return b": keep-alive\n"
+    def release(self) -> None:
+        self.shared.detach()

@@ -7,15 +7,17 @@ Events have ids only where the client asked for a stream that can be resumed (se
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from pagestream.engine import EngineError
 from pagestream.server.answer import Answer, encode
 from pagestream.server.errors import as_api_error
+from pagestream.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -66,25 +68,53 @@ async def answer_bytes(answer: Answer) -> AsyncIterator[bytes]:
         yield b"".join([data_event(event.data) for event in events])
 
 
-class AnswerStream(EventSourceResponse):
-    """The response of a streamed answer; whatever ends it, the answer's sequences are aborted in the same moment."""
+class EventStream(EventSourceResponse):
+    """A response of events.  A reader who takes nothing for `slow_reader_timeout_s` is cut off; `release` is called at the end."""
 
-    def __init__(self, answer: Answer, keep_alive_interval_s: float):
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        settings: ServerSettings,
+        comment: Callable[[], str],
+        *,
+        is_bare: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ):
+        def ping() -> Any:
+            # Bare: without the blank line, at which an official client that has seen an id would expect an event.
+            return f": {comment()}\n{'' if is_bare else chr(10)}".encode("ascii")
+
         super().__init__(
-            answer_bytes(answer),
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            ping=keep_alive_interval_s,
-            ping_message_factory=keep_alive,
+            events,
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})},
+            ping=settings.sse_keep_alive_interval_s,
+            ping_message_factory=ping,
+            send_timeout=settings.slow_reader_timeout_s or None,
             sep="\n",
         )
-        self.answer = answer
+
+    def release(self) -> None:
+        """Nobody reads it any more."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Not in the generator alone: one that never started runs no `finally`.
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.info("a reader has taken nothing for %g s and is cut off", self.send_timeout)
         finally:
-            self.answer.abort()
+            self.release()
+
+
+class AnswerStream(EventStream):
+    """The response of a streamed answer; whatever ends it, the answer's sequences are aborted in the same moment."""
+
+    def __init__(self, answer: Answer, settings: ServerSettings):
+        super().__init__(answer_bytes(answer), settings, answer.waiting_comment)
+        self.answer = answer
+
+    def release(self) -> None:
+        self.answer.abort()
 
 
 def keep_alive() -> Any:

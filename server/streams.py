@@ -39,4 +39,4 @@ async def get_stream(
     if shared.is_done and shared.is_end(position):
         shared.detach()
         return Response(status_code=204)  # tells a browser not to come back
-    return SharedStream(shared, settings.sse_keep_alive_interval_s, position=position)
+    return SharedStream(shared, settings, position=position)

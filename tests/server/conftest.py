@@ -82,7 +82,7 @@ def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **sett
     """A server around this engine, which must already listen to the metrics."""
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
     app = create_app(engine, ServerSettings(**options), metrics, journal)
-    bound = bind("127.0.0.1", 0)
+    bound = bind("127.0.0.1", 0, options.get("slow_reader_timeout_s", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1))
     loops: list[asyncio.AbstractEventLoop] = []
 

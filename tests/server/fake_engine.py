@@ -23,6 +23,7 @@ from pagestream.engine import (
     FinishReason,
     InvalidRequest,
     Overloaded,
+    QueuePlace,
     RequestFailed,
     RequestOutput,
     RequestStats,
@@ -387,6 +388,10 @@ class FakeEngine:
         if self.listener:
             self.listener.request_rejected(reason)
         raise Overloaded(message, retry_after_s=retry_after_s, draining=reason == "draining")
+
+    def queue_place(self, request_id: str) -> QueuePlace | None:
+        waiting = [stream.request_id.rpartition("-")[0] for stream in self.streams[self.max_num_seqs :]]
+        return QueuePlace(waiting.index(request_id) + 1, 0.5) if request_id in waiting else None
 
     def abort(self, request_id: str) -> None:
         for stream in list(self.streams):

@@ -1,0 +1,55 @@
+"""Readers who take nothing, and streams that wait for their turn."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from pagestream.engine import FinishReason
+from tests.server.conftest import Live
+
+FLOOD = {"prompt": "x", "max_tokens": 50_000, "temperature": 0, "ignore_eos": True, "n": 4, "logprobs": 15, "stream": True}
+
+
+def stalled(live: Live, body: dict) -> socket.socket:
+    raw = json.dumps({"model": "m", **body}).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", live.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    sock.sendall(head.encode() + raw)
+    return sock
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"resumable": True}}], ids=["plain", "resumable"])
+def test_a_reader_who_takes_nothing_is_cut_off(start, options):
+    live: Live = start({"context": 100_000, "step_s": 0.0005}, slow_reader_timeout_s=0.7, stream_resume_timeout_s=0.2)
+    with stalled(live, {**FLOOD, **options}):
+        live.until(lambda: bool(live.engine.streams), "admitted")
+        assert live.complete(prompt="Hello", max_tokens=5).status_code == 200
+        live.until(lambda: not live.engine.streams, "cut off", 20)
+        assert live.engine.ended[-1][1] is FinishReason.ABORT
+        assert live.engine.ended[-1][2] < 4 * 50_000
+
+
+def test_a_slow_but_living_reader_is_not_cut_off(start):
+    live: Live = start({"step_s": 0.01}, slow_reader_timeout_s=0.3)
+    with stalled(live, {**FLOOD, "max_tokens": 100, "n": 1}) as sock:
+        raw = b""
+        while b"[DONE]" not in raw:
+            piece = sock.recv(2048)
+            assert piece, "cut off"
+            raw += piece
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"resumable": True}}], ids=["plain", "resumable"])
+def test_a_stream_that_waits_says_where_it_stands(start, options):
+    live: Live = start({"max_num_seqs": 1, "step_s": 0.01, "context": 1000}, sse_keep_alive_interval_s=0.05)
+    first = live.connect({"prompt": "first", "max_tokens": 60, "ignore_eos": True, "stream": True})
+    live.until(lambda: bool(live.engine.streams), "admitted")
+    second = live.complete(prompt="second", max_tokens=30, ignore_eos=True, stream=True, **options).content
+    assert b": waiting, position 1, about 0.5 s\n" in second
+    assert second.index(b": waiting") < second.index(b"data: ")
+    first.close()
