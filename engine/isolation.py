@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pagestream.engine.core.errors import EngineDead
@@ -13,11 +13,14 @@ from pagestream.engine.runner.executor import Executor
 logger = logging.getLogger(__name__)
 
 
-def execute_isolated(executor: Executor, plan: StepPlan) -> StepResult:
+def execute_isolated(
+    executor: Executor, plan: StepPlan, owner_of: Callable[[int], object] = lambda seq_id: seq_id
+) -> StepResult:
     """Execute the plan; where that raises, name the sequences that can't be computed and compute all others.
 
     Works because what a step writes is idempotent, and because a row's numbers do not depend on its neighbours: computed
-    with fewer of them, they are the same bits.  Raises EngineDead if nothing can be computed, not even in parts.
+    with fewer of them, they are the same bits.  Raises EngineDead if nothing can be computed, not even in parts, and
+    that can't be the fault of a single request; `owner_of` says whose a sequence is.
     """
     try:
         return executor.execute(plan)
@@ -35,7 +38,7 @@ def execute_isolated(executor: Executor, plan: StepPlan) -> StepResult:
     parts = halves(plan.scheduled) if len(plan.scheduled) > 1 else [plan.scheduled]
     results = [part for rows in parts for part in narrow(executor, bare, rows)]
     failed = {seq_id: why for result in results for seq_id, why in result.failed.items()}
-    if len(failed) == len(plan.scheduled) > 1:
+    if len(failed) == len(plan.scheduled) and len({owner_of(seq_id) for seq_id in failed}) > 1:
         raise EngineDead(f"no sequence of the step can be computed: {first_error}") from first_error
     sampled: dict[int, SampledTokens] = {}
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}

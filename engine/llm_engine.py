@@ -109,7 +109,7 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         times.scheduled()
         self._note_first_steps(plan)
-        result = execute_isolated(self.executor, plan)
+        result = execute_isolated(self.executor, plan, self.scheduler.group_of)
         times.executed()
         judgement = self._outputs.judge(plan, result)
         self.scheduler.commit(plan, judgement.verdicts)

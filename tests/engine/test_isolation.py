@@ -59,6 +59,11 @@ def test_only_where_single_tokens_do_not_fit_is_it_given_up():
         execute_isolated(SmallExecutor(0), plan_of(9, 3))
 
 
+def test_two_answers_of_one_request_may_both_be_guilty():
+    result = execute_isolated(SmallExecutor(0), plan_of(9, 3), lambda seq_id: "the same")
+    assert sorted(result.failed) == [1, 2]
+
+
 def test_other_errors_are_not_answered_with_smaller_chunks():
     result = execute_isolated(SmallExecutor(5, ValueError), plan_of(9, 3))
     assert result.failed == {1: "ValueError: too large"}

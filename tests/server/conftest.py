@@ -32,6 +32,7 @@ class Live:
     engine: FakeEngine
     loop: asyncio.AbstractEventLoop
     client: httpx.Client
+    app: Any = None
 
     @property
     def url(self) -> str:
@@ -98,7 +99,7 @@ def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **sett
         time.sleep(0.005)
     port = bound.getsockname()[1]
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-        yield Live(port, engine, loops[0], client)
+        yield Live(port, engine, loops[0], client, app)
     server.should_exit = True
     thread.join(5)
     assert not thread.is_alive(), "the server did not end"
