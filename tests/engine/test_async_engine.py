@@ -117,10 +117,14 @@ async def test_a_fault_ends_one_stream_after_what_it_had(tiny_llama):
     async with running(tiny_llama) as engine:
         (marked,) = await engine.add_requests("marked", ["the"], GREEDY, fault=Fault("raise", at_token=5))
         (other,) = await engine.add_requests("other", ["the"], GREEDY)
-        received = []
-        with pytest.raises(RequestFailed, match="injected"):
+        received: list[int] = []
+
+        async def read() -> None:
             async for output in marked:
-                received += [token_id for answer in output.outputs for token_id in answer.token_ids]
+                received.extend(token_id for answer in output.outputs for token_id in answer.token_ids)
+
+        with pytest.raises(RequestFailed, match="injected"):
+            await read()
         assert tuple(received) == (await whole(other))[:5]
         assert not engine.is_dead
 

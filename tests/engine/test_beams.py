@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagestream.engine import LLM, FinishReason, RequestOutput, SamplingParams
+from pagestream.engine import LLM, RequestOutput, SamplingParams
 from tests.oracle import load_default_model
 from tests.tiny_models import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, make_checkpoint
 
