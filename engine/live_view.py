@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from pagestream.engine.core.block_pool import Block, BlockPool
+from pagestream.engine.core.block_pool import BlockPool
 from pagestream.engine.core.sequence import GroupStatus, SequenceGroup
 from pagestream.engine.core.step_plan import StepPlan
 from pagestream.engine.llm_engine import LLMEngine
 from pagestream.engine.metrics import StepStats
 
+CACHED, COPIED = 1, 2
 
-@dataclass(frozen=True, slots=True)
-class LiveBlock:
-    """A block that somebody holds, or whose content can be found again."""
+
+class LiveBlock(NamedTuple):
+    """A block that somebody holds, or whose content can be found again.
+
+    Unlike its neighbours a named tuple: a view has one for each block of the pool.
+    """
 
     owner: int | None  # the number of the first request in line that holds it; None: nobody does
     ref_count: int  # above 1: shared, and copied before anybody writes it
-    is_cached: bool  # its content can be found by its hash
-    is_copy: bool  # copied on write, since the last view
+    flags: int  # CACHED: its content can be found by its hash; COPIED: on write, since the last view
+
+
+FREE_CACHED = LiveBlock(None, 0, CACHED)  # most of a busy pool: one for all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class EngineView:
     host: LivePool
     requests: tuple[LiveRequest, ...]
     totals: LiveTotals = field(default_factory=LiveTotals)
+    cost_s: float = 0.0  # what taking it cost
 
 
 class LiveView:
@@ -143,6 +151,7 @@ class LiveView:
 
     def take(self) -> EngineView:
         """The state of this moment.  Only between steps."""
+        start_s = time.perf_counter()
         scheduler = self._engine.scheduler
         blocks = scheduler.blocks
         requests = []
@@ -165,6 +174,7 @@ class LiveView:
             host=live_pool(blocks.host, swapped_owners, set()),
             requests=tuple(requests),
             totals=replace(self._totals),
+            cost_s=time.perf_counter() - start_s,
         )
 
     def _see(self, plan: StepPlan, stats: StepStats) -> None:
@@ -192,13 +202,9 @@ def live_request(group: SequenceGroup, tables: tuple[tuple[int, ...], ...]) -> L
 
 
 def live_pool(pool: BlockPool, owners: Mapping[int, int], copied: set[int]) -> LivePool:
-    def live(blocks: Iterable[Block]) -> dict[int, LiveBlock]:
-        return {
-            block.block_id: LiveBlock(
-                owners.get(block.block_id), block.ref_count, block.prefix_hash is not None, block.block_id in copied
-            )
-            for block in blocks
-        }
-
-    held = live([pool.blocks[block_id] for block_id in owners])
-    return LivePool(pool.num_blocks, pool.num_free, held | live(pool.cached_blocks()))
+    blocks = {block.block_id: FREE_CACHED for block in pool.cached_blocks() if not block.ref_count}
+    for block_id, owner in owners.items():
+        block = pool.blocks[block_id]
+        flags = CACHED * (block.prefix_hash is not None) + COPIED * (block_id in copied)
+        blocks[block_id] = LiveBlock(owner, block.ref_count, flags)
+    return LivePool(pool.num_blocks, pool.num_free, blocks)

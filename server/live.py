@@ -29,13 +29,12 @@ from pagestream.server.openapi import Responses, describe_errors
 from pagestream.server.sse import keep_alive
 
 if TYPE_CHECKING:
-    from pagestream.engine import AsyncLLMEngine, EngineView, LivePool, LiveRequest
+    from pagestream.engine import AsyncLLMEngine, EngineView, LiveRequest
 
 log = logging.getLogger(__name__)
 
 UPDATE_S = 0.1
 MAX_SHARE = 0.02  # of the time may go into looking: a large pool is looked at less often
-CACHED, COPIED = 1, 2
 
 State = dict[str, dict[Any, Any]]
 
@@ -70,9 +69,8 @@ class LiveFeed:
                     self._tell(state_of(view))
                     if not view.requests and not self._engine.is_ready:
                         return
-                    spent_s = time.perf_counter() - start_s
-                    # The view itself was taken within the same moment and costs about as much.
-                    await asyncio.sleep(max(UPDATE_S, 2 * spent_s / MAX_SHARE))
+                    spent_s = view.cost_s + time.perf_counter() - start_s
+                    await asyncio.sleep(max(UPDATE_S, spent_s / MAX_SHARE))
         except EngineDead:
             log.info("the live view ends with its engine")
         except Exception:
@@ -146,14 +144,7 @@ def state_of(view: EngineView) -> State:
         **{name: round(value, 6) for name, value in asdict(view.totals).items()},
     }
     requests = {request.number: plain_request(request) for request in view.requests}
-    return {"engine": engine, "blocks": plain_blocks(device), "swap": plain_blocks(host), "requests": requests}
-
-
-def plain_blocks(pool: LivePool) -> dict[int, tuple[int | None, int, int]]:
-    return {
-        block_id: (block.owner, block.ref_count, CACHED * block.is_cached + COPIED * block.is_copy)
-        for block_id, block in pool.blocks.items()
-    }
+    return {"engine": engine, "blocks": dict(device.blocks), "swap": dict(host.blocks), "requests": requests}
 
 
 def plain_request(request: LiveRequest) -> dict[str, Any]:
