@@ -57,6 +57,8 @@ class BuiltEngine:
 
 def build_engine(config: EngineConfig, listener: EngineListener | None = None) -> BuiltEngine:
     """Load, size and warm up.  Raises StartError with one line that says what to do."""
+    if config.model.trust_remote_code:
+        logger.warning("trust_remote_code is on: code that comes with %s runs with all rights of this process", config.model.model)
     device = find_device(config)
     checkpoint = open_checkpoint(config.model)
     tokenizer = find_tokenizer(checkpoint, config)

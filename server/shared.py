@@ -49,7 +49,7 @@ def claim_of(http: Request) -> Claim | None:
         return None
     if not 1 <= len(key) <= MAX_KEY_CHARS or not key.isprintable():
         raise InvalidRequest(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} printable characters", param="Idempotency-Key")
-    owner = http.headers.get("authorization", "")
+    owner = [http.headers.get(name, "") for name in ("authorization", "x-api-key")]  # wherever its key is
     return Claim(hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest(), f"{http.url.path} {http.state.body_digest}")
 
 
