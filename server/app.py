@@ -16,6 +16,8 @@ from pagestream.server import chat, completions, health, models, parameters, res
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
 from pagestream.server.live import LiveFeed, add_live_route
+from pagestream.server.messages.route import create_message
+from pagestream.server.messages.wire import MessagesRequest
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
 from pagestream.server.openapi import (
@@ -23,6 +25,7 @@ from pagestream.server.openapi import (
     describe_answer,
     describe_body,
     describe_errors,
+    describe_messages,
     describe_stream,
     with_request_schemas,
 )
@@ -101,7 +104,7 @@ def bare_app(**options: Any) -> FastAPI:
     )
     add_routes(app)
     add_error_handlers(app)
-    with_request_schemas(app, CompletionRequest, ChatRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
+    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
     return app
 
 
@@ -132,6 +135,15 @@ def add_routes(app: FastAPI) -> None:
         methods=["GET"],
         summary="Go on with a resumable stream",
         responses=describe_stream(),
+        tags=["generation"],
+    )
+    app.add_api_route(
+        "/v1/messages",
+        create_message,
+        methods=["POST"],
+        summary="Answer a conversation in Anthropic's shape",
+        responses=describe_messages(),
+        openapi_extra=describe_body("MessagesRequest"),
         tags=["generation"],
     )
     no_key = describe_errors(401)

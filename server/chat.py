@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
 
@@ -100,9 +100,17 @@ async def create_chat_completion(http: Request) -> Response:
 
 async def prepare(request: ChatRequest, engine: AsyncLLMEngine, settings: ServerSettings) -> tuple[ChatAnswer, str]:
     """The answer to be, and its prompt.  Raises InvalidRequest."""
+    return await prepare_as(ChatAnswer, request, engine, settings)
+
+
+A = TypeVar("A", bound=ChatAnswer)
+
+
+async def prepare_as(kind: type[A], request: ChatRequest, engine: AsyncLLMEngine, settings: ServerSettings) -> tuple[A, str]:
+    """The same for an answer that is written in another shape."""
     plan = request.reply_plan(engine.chat_template, settings.parsers)
     params = request.sampling_params(plan)
     messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
     # In a helper thread: a long conversation must not hold the loop that everybody's streams run on.
     prompt = await asyncio.to_thread(engine.render_chat, **messages, **request.template_arguments())
-    return ChatAnswer(request, params, lambda: plan.reader(prompt)), prompt
+    return kind(request, params, lambda: plan.reader(prompt)), prompt

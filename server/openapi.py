@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from pagestream.server.responses import ErrorEnvelope
+from pagestream.server.responses import AnthropicMessage, ErrorEnvelope
 
 SCHEMAS = "#/components/schemas/"
 
@@ -44,6 +44,13 @@ def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
     stream = {"schema": {"type": "string", "description": events}}
     answer = {"model": whole, "content": {"text/event-stream": stream}, "description": "The answer, whole or as a stream"}
     return {200: answer} | describe_errors(400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
+
+
+def describe_messages() -> Responses:
+    events = "Events of Anthropic's API, message_start to message_stop; a failure is an event `error`."
+    stream = {"schema": {"type": "string", "description": events}}
+    answer = {"model": AnthropicMessage, "content": {"text/event-stream": stream}, "description": "The message, whole or as a stream"}
+    return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
 
 
 def describe_stream() -> Responses:

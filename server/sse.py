@@ -109,8 +109,8 @@ class EventStream(EventSourceResponse):
 class AnswerStream(EventStream):
     """The response of a streamed answer; whatever ends it, the answer's sequences are aborted in the same moment."""
 
-    def __init__(self, answer: Answer, settings: ServerSettings):
-        super().__init__(answer_bytes(answer), settings, answer.waiting_comment)
+    def __init__(self, answer: Answer, settings: ServerSettings, body: AsyncIterator[bytes] | None = None):
+        super().__init__(answer_bytes(answer) if body is None else body, settings, answer.waiting_comment)
         self.answer = answer
 
     def release(self) -> None:

@@ -1,0 +1,1 @@
+"""POST /v1/messages: Anthropic's shape of a conversation, served by what serves chat."""

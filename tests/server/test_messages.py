@@ -1,0 +1,128 @@
+"""POST /v1/messages, read by the official Python client of that API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import jsonschema
+import pytest
+
+from pagestream.engine import AsyncLLMEngine, EngineArgs, FinishReason, RequestFailed
+from pagestream.server.metrics import Metrics
+from pagestream.server.responses import AnthropicMessage
+from tests.server.conftest import Live, refusal_of, served
+from tests.tiny_models import make_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "get_weather", "description": "The weather", "input_schema": SCHEMA}
+ASKED: dict[str, Any] = {"model": "m", "max_tokens": 40, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder: Path = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "long", max_position_embeddings=2048)
+    metrics = Metrics("m")
+    args = EngineArgs(model=str(folder), num_kv_blocks=256, max_num_seqs=8, device="cpu", cpu_threads=1)
+    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as server:
+        yield server
+
+
+def client_of(live: Live) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=20)
+
+
+def as_client(asked: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the client's methods, of which temperature is none any more."""
+    known = {name: value for name, value in asked.items() if name != "temperature"}
+    return known | {"extra_body": {"temperature": asked["temperature"]}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"system": "Be brief."}, {"stop_sequences": ["\n", " a"]}, {"max_tokens": 3}])
+def test_streamed_equals_whole(live: Live, fields):
+    asked = ASKED | {"temperature": 0, **fields}
+    whole = live.client.post("/v1/messages", json=asked)
+    assert whole.status_code == 200, whole.text
+    AnthropicMessage.model_validate(whole.json())
+    with client_of(live) as client:
+        message = client.messages.create(**as_client(asked))
+        with client.messages.stream(**as_client(asked)) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+    assert [block.text for block in final.content] == [block.text for block in message.content] == [text]
+    assert (final.stop_reason, final.stop_sequence) == (message.stop_reason, message.stop_sequence)
+    assert (final.usage.input_tokens, final.usage.output_tokens) == (message.usage.input_tokens, message.usage.output_tokens)
+    if "max_tokens" in fields:
+        assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)
+    if message.stop_reason == "stop_sequence":
+        assert message.stop_sequence in fields["stop_sequences"]
+
+
+def test_the_events_are_the_apis(live: Live):
+    raw = live.client.post("/v1/messages", json=ASKED | {"stream": True, "temperature": 0}).text
+    blocks = [block.split("\n") for block in raw.strip().split("\n\n")]
+    names = [lines[0].removeprefix("event: ") for lines in blocks]
+    assert [json.loads(lines[1].removeprefix("data: "))["type"] for lines in blocks] == names
+    middle = [name for name in names if name != "content_block_delta"]
+    assert middle == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "tool", "name": "get_weather"}, {"type": "any", "disable_parallel_tool_use": True}])
+def test_tools_are_called_and_answered(real: Live, choice):
+    asked = ASKED | {"tools": [TOOL], "tool_choice": choice, "temperature": 0, "max_tokens": 100}
+    with client_of(real) as client:
+        message = client.messages.create(**as_client(asked))
+        with client.messages.stream(**as_client(asked)) as stream:
+            final = stream.get_final_message()
+        (call,) = message.content
+        jsonschema.validate(call.input, SCHEMA)
+        assert message.stop_reason == final.stop_reason == "tool_use"
+        assert (final.content[0].name, final.content[0].input) == (call.name, call.input)
+        turns = [
+            *ASKED["messages"],
+            {"role": "assistant", "content": message.content},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "Sunny."}]},
+        ]
+        after = client.messages.create(model="m", max_tokens=5, messages=turns, tools=[TOOL])
+    assert after.usage.input_tokens + after.usage.cache_read_input_tokens > message.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"max_token": 1}, "max_token"),
+    ],
+)
+def test_refusals_name_the_field(live: Live, fields, param):
+    assert refusal_of(live.client.post("/v1/messages", json=ASKED | fields))["param"] == param
+
+
+def test_a_failure_in_a_stream_is_an_event(live: Live):
+    live.engine.step_s, before = 0.02, live.engine.step_s
+    try:
+        asked = ASKED | {"stream": True, "max_tokens": 400, "temperature": 0}
+        with live.client.stream("POST", "/v1/messages", json=asked) as response:
+            lines = response.iter_lines()
+            assert any("content_block_delta" in line for line in lines)
+            failure = RequestFailed("a step failed")
+            live.on_loop(lambda: [live.engine.end(stream, FinishReason.ERROR, failure) for stream in list(live.engine.streams)])
+            rest = list(lines)
+    finally:
+        live.engine.step_s = before
+    assert "event: message_stop" not in rest
+    assert rest[rest.index("event: error") + 1].startswith('data: {"type":"error","error":{"message":"a step failed"')
