@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,8 @@ from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
 
 DEFAULT_MAX_QUEUED_REQS = 1024
 USUAL_HEAD_SIZE = 64  # any that the operators take: a model's own is only known once it is loaded
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

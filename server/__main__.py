@@ -157,6 +157,12 @@ def serve(
     journal: Annotated[
         Path | None, option("--journal", SERVER, "File that keeps requests and tokens, so that a killed server's streams go on.")
     ] = None,
+    max_requests_per_key: Annotated[
+        int | None, counted("--max-requests-per-key", SERVER, "Requests of one API key at a time; more get a 429.")
+    ] = None,
+    max_tokens_per_minute_per_key: Annotated[
+        int | None, counted("--max-tokens-per-minute-per-key", SERVER, "Tokens of one API key, prompts and answers.")
+    ] = None,
     slow_reader_timeout: Annotated[
         float, option("--slow-reader-timeout", SERVER, "Seconds after which a reader who takes nothing is cut off; 0: never.")
     ] = 120.0,

@@ -27,6 +27,7 @@ from pagestream.engine import (
     TokenLogprobs,
     Usage,
 )
+from pagestream.server.key_limits import Lease
 from pagestream.server.logprobs import ScoredToken, Vocabulary, prompt_logprobs
 from pagestream.server.protocol import GenerationRequest
 
@@ -92,6 +93,8 @@ class Answer(ABC):
         self.created = int(time.time())
         self.model = model
         self.timeout_s = request.timeout_s  # None: no deadline
+        self.take_lease: Callable[[], Lease] | None = None  # asks before admission whether its key may have it
+        self.lease: Lease | None = None
         self.find_place: Callable[[], QueuePlace | None] = lambda: None
         self.streams: Sequence[OutputStream] = ()
         self._usages: list[Usage] = []
@@ -121,6 +124,8 @@ class Answer(ABC):
         """Synchronous, so that it also works where an await would be cancelled; nothing happens to what has ended."""
         for stream in self.streams:
             stream.abort()
+        if self.lease is not None:
+            self.lease.give_back(sum(usage.num_prompt_tokens + usage.num_output_tokens for usage in self._usages))
 
     @property
     def num_choices(self) -> int:

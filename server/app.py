@@ -15,6 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from pagestream.server import chat, completions, health, models, parameters, responses, streams, tokenize
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
+from pagestream.server.key_limits import KeyLimits
 from pagestream.server.live import LiveFeed, add_live_route
 from pagestream.server.messages.route import create_message
 from pagestream.server.messages.wire import MessagesRequest
@@ -76,6 +77,7 @@ def create_app(
     app.state.settings = settings
     app.state.metrics = metrics
     app.state.journal = journal
+    app.state.key_limits = KeyLimits(settings.max_requests_per_key, settings.max_tokens_per_minute_per_key)
     app.state.shared_answers = SharedAnswers(settings)
     app.state.created = int(time.time())
     app.state.live = LiveFeed(engine)

@@ -119,6 +119,8 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         sse_keep_alive_interval_s=options["sse_keep_alive_interval"],
         max_body_bytes=int(options["max_body_size"] * MIB),
         drain_timeout_s=options["drain_timeout"],
+        max_requests_per_key=options["max_requests_per_key"],
+        max_tokens_per_minute_per_key=options["max_tokens_per_minute_per_key"],
         slow_reader_timeout_s=options["slow_reader_timeout"],
         stall_timeout_s=options["stall_timeout"],
         stream_resume_timeout_s=options["stream_resume_timeout"],

@@ -16,6 +16,7 @@ from pagestream.server.answer import Answer
 from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import json_response
 from pagestream.server.journal import Journal
+from pagestream.server.key_limits import KeyLimits, owner_of
 from pagestream.server.protocol import GenerationRequest
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import MAX_CHOICES, SharedAnswers, SharedStream, claim_of
@@ -62,6 +63,9 @@ async def respond(
     """
     http.state.answer_id = answer.id
     answer.timeout_s = time_limit_s(http, answer.timeout_s)
+    limits: KeyLimits = http.app.state.key_limits
+    owner = owner_of(http, bool(settings.api_keys))
+    answer.take_lease = lambda: limits.take(owner)
     request = answer.request
     answers: SharedAnswers = http.app.state.shared_answers
     journal: Journal | None = http.app.state.journal
@@ -124,20 +128,27 @@ async def admit(
 ) -> None:
     """Admit all prompts or none, and note them in the journal.  A stream can be resumed only once they are there."""
     request = answer.request
-    streams = await engine.add_requests(
-        answer.id,
-        prompts,
-        answer.params,
-        param=param,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt or "",
-        fault=request.fault(),
-        add_special_tokens=request.adds_special_tokens,
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
-        include_timeline=bool(request.include_timeline),
-        timeout_s=answer.timeout_s,
-        begun=begun,
-    )
+    lease = None if answer.take_lease is None else answer.take_lease()
+    try:
+        streams = await engine.add_requests(
+            answer.id,
+            prompts,
+            answer.params,
+            param=param,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            fault=request.fault(),
+            add_special_tokens=request.adds_special_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+            include_timeline=bool(request.include_timeline),
+            timeout_s=answer.timeout_s,
+            begun=begun,
+        )
+    except BaseException:
+        if lease is not None:
+            lease.give_back(0)
+        raise
+    answer.lease = lease
     if request.wants_resumable:
         for stream in streams:
             stream.keep_deltas()

@@ -29,6 +29,8 @@ class ServerSettings:
     sse_keep_alive_interval_s: float = 15.0  # 0: no keep-alive
     max_body_bytes: int = 8 * MIB
     drain_timeout_s: float = 30.0
+    max_requests_per_key: int | None = None  # at a time
+    max_tokens_per_minute_per_key: int | None = None  # of prompts and answers
     slow_reader_timeout_s: float = 120.0  # a reader who takes nothing for so long is cut off; 0: never
     stall_timeout_s: float = 60.0  # a step that takes longer turns readiness off and is reported; 0: never
     stream_resume_timeout_s: float = 60.0  # how long a resumable stream without a reader goes on

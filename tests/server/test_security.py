@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from pagestream.engine import EngineArgs, LLMEngine
 from pagestream.engine.core.errors import InvalidRequest, StartError
 from pagestream.engine.text.chat_template import ChatTemplate
 from tests.server.conftest import Live
@@ -40,6 +41,14 @@ def test_keys_and_prompts_are_in_no_log_and_in_no_error(start, caplog, header):
     for answer in answers:
         assert KEY not in answer.text
         assert KEY not in str(answer.headers)
+
+
+def test_code_that_comes_with_a_model_is_announced(tiny_llama, caplog):
+    for trust in (False, True):
+        args = EngineArgs(model=str(tiny_llama), num_kv_blocks=8, cpu_threads=1, trust_remote_code=trust)
+        with caplog.at_level(logging.WARNING):
+            LLMEngine.from_engine_args(args)
+        assert any("trust_remote_code" in record.getMessage() for record in caplog.records) is trust
 
 
 @pytest.mark.parametrize(
