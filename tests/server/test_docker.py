@@ -38,3 +38,16 @@ def test_the_compose_file_gives_a_drain_time_to_end():
     for service in (services["cpu"], services["gpu"]):
         assert set(service["environment"]) <= VARIABLES
         assert int(service["stop_grace_period"].removesuffix("s")) > int(service["environment"]["PAGESTREAM_DRAIN_TIMEOUT"])
+
+
+def test_the_kubernetes_manifest_probes_what_is_there_and_gives_a_drain_time_to_end():
+    deployment, service = yaml.safe_load_all((ROOT / "docker/kubernetes.yaml").read_text(encoding="utf-8"))
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    routes = {route.path for route in bare_app().routes}
+    assert {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} <= routes
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert set(environment) <= VARIABLES
+    sleep_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > sleep_s + int(environment["PAGESTREAM_DRAIN_TIMEOUT"])
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
