@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagestream.engine import AsyncLLMEngine, EngineArgs
+from pagestream.engine import AsyncLLMEngine, EngineArgs, FinishReason
 from pagestream.server.metrics import Metrics
 from tests.server.conftest import Live, served
 from tests.tiny_models import make_checkpoint
@@ -118,14 +118,21 @@ def test_a_completion_goes_on_from_its_text(visit: Visit):
     assert page.inner_text(".said") == "Once upon a time"
 
 
-def test_stop_ends_the_request_in_the_engine(visit: Visit, live: Live):
+def test_stop_ends_the_request_in_the_engine(browser: Any, start):
+    slow = start({"step_s": 0.02, "context": 8000})
+    visit = Visit(browser, slow.url)
     page = visit.page
+    page.wait_for_selector("#model option", state="attached")
     page.check("#parameter-ignore_eos")
-    say(page, "Hello", max_tokens=300)
-    page.wait_for_selector("#stop:visible")
+    say(page, "Hello", max_tokens=5000)
+    page.wait_for_function("() => document.querySelector('.answer-text').textContent.length > 20")
     page.click("#stop")
     page.wait_for_selector(".exchange:not(.is-running)")
-    live.until(lambda: live.metric("vllm:num_requests_running") == 0, "the engine to let go")
+    slow.until(lambda: bool(slow.engine.ended), "the engine to let go")
+    assert slow.engine.ended[0][1] is FinishReason.ABORT
+    assert page.inner_text(".answer-foot") == "stopped"
+    assert visit.complaints == []
+    page.close()
 
 
 def test_a_refusal_is_told_in_the_servers_words(visit: Visit):
