@@ -35,6 +35,7 @@ APPLICATION_ID = 0x70675354
 VERSION = 1
 BATCH_S = 0.02
 MAX_KEPT_ANSWERS = 10_000
+PRUNE_EVERY = 1000  # answers
 BITS = ("model", "revision", "tokenizer", "dtype", "quantization", "load_format", "kv_cache_dtype")  # options that tokens depend on
 
 SCHEMA = f"""
@@ -110,6 +111,7 @@ class Journal:
             raise StartError(f"the journal {path} can't be used: {error}") from None
         self._inbox: queue.SimpleQueue[Callable[[Batch], None]] = queue.SimpleQueue()
         self._is_broken = False
+        self._num_since_prune = 0
         self._thread = threading.Thread(target=self._write_all, name="pagestream-journal", daemon=True)
         self._thread.start()
 
@@ -193,6 +195,10 @@ class Journal:
             rows = [(request_id, index, token_ids.tobytes()) for (request_id, index), token_ids in batch.tokens.items()]
             database.executemany("INSERT INTO tokens VALUES (?, ?, ?)", rows)
             database.executemany("UPDATE requests SET finish_reason = ? WHERE id = ?", batch.ends)
+            self._num_since_prune += len(batch.answers)
+            if self._num_since_prune >= PRUNE_EVERY:
+                self._num_since_prune = 0
+                prune(database)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -267,13 +273,15 @@ def open_database(path: Path, engine_args: dict[str, Any]) -> sqlite3.Connection
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     with database:
-        oldest = "SELECT id FROM answers ORDER BY at_s DESC LIMIT -1 OFFSET ?"
-        database.execute(
-            f"DELETE FROM tokens WHERE request_id IN (SELECT id FROM requests WHERE answer_id IN ({oldest}))", (MAX_KEPT_ANSWERS,)
-        )
-        database.execute(f"DELETE FROM requests WHERE answer_id IN ({oldest})", (MAX_KEPT_ANSWERS,))
-        database.execute(f"DELETE FROM answers WHERE id IN ({oldest})", (MAX_KEPT_ANSWERS,))
+        prune(database)
     return database
+
+
+def prune(database: sqlite3.Connection, max_kept: int = MAX_KEPT_ANSWERS) -> None:
+    """Forget the oldest answers above so many, with all that is theirs."""
+    database.execute("DELETE FROM answers WHERE id IN (SELECT id FROM answers ORDER BY at_s DESC LIMIT -1 OFFSET ?)", (max_kept,))
+    database.execute("DELETE FROM requests WHERE answer_id NOT IN (SELECT id FROM answers)")
+    database.execute("DELETE FROM tokens WHERE request_id NOT IN (SELECT id FROM requests)")
 
 
 def read_engine_args(database: sqlite3.Connection) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
-from pagestream.server.journal import Journal, load
+from pagestream.server.journal import Journal, load, prune
 from pagestream.server.metrics import Metrics
 from tests.server.conftest import refusal_of, served
 from tests.server.test_resumable import RESUMABLE, parsed, resume, told
@@ -197,6 +197,19 @@ def test_a_journal_belongs_to_one_process(tmp_path):
         Journal(tmp_path / "journal", {"model": "a"})
     first.close()
     Journal(tmp_path / "journal", {"model": "a"}).close()
+
+
+def test_the_oldest_answers_are_forgotten(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    with served_with(tiny_llama, path) as live:
+        ids = [live.complete(prompt="the", max_tokens=2).json()["id"] for _ in range(5)]
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        with database:
+            prune(database, 2)
+        tables = ("answers", "requests", "tokens")
+        assert [database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] >= 2 for table in tables] == [True] * 3
+        assert database.execute("SELECT count(*) FROM requests").fetchone() == (2,)
+    assert [load(path, each) is not None for each in ids] == [False, False, False, True, True]
 
 
 def test_only_its_owner_can_read_it(tmp_path):
