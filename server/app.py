@@ -27,12 +27,15 @@ from pagestream.server.openapi import (
     describe_body,
     describe_errors,
     describe_messages,
+    describe_response,
     describe_stream,
     with_request_schemas,
 )
 from pagestream.server.pages import add_pages
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.requests import add_request_route
+from pagestream.server.responses_api.route import create_response
+from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.restore import Restorer
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswers
@@ -106,7 +109,7 @@ def bare_app(**options: Any) -> FastAPI:
     )
     add_routes(app)
     add_error_handlers(app)
-    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
+    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
     return app
 
 
@@ -146,6 +149,15 @@ def add_routes(app: FastAPI) -> None:
         summary="Answer a conversation in Anthropic's shape",
         responses=describe_messages(),
         openapi_extra=describe_body("MessagesRequest"),
+        tags=["generation"],
+    )
+    app.add_api_route(
+        "/v1/responses",
+        create_response,
+        methods=["POST"],
+        summary="Answer a conversation in the shape of OpenAI's responses",
+        responses=describe_response(),
+        openapi_extra=describe_body("ResponsesRequest"),
         tags=["generation"],
     )
     no_key = describe_errors(401)

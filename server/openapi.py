@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from pagestream.server.responses import AnthropicMessage, ErrorEnvelope
+from pagestream.server.responses import AnthropicMessage, ErrorEnvelope, ResponseObject
 
 SCHEMAS = "#/components/schemas/"
 
@@ -50,6 +50,13 @@ def describe_messages() -> Responses:
     events = "Events of Anthropic's API, message_start to message_stop; a failure is an event `error`."
     stream = {"schema": {"type": "string", "description": events}}
     answer = {"model": AnthropicMessage, "content": {"text/event-stream": stream}, "description": "The message, whole or as a stream"}
+    return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
+
+
+def describe_response() -> Responses:
+    events = "Events `response.created` to `response.completed`, `response.incomplete` or `response.failed`."
+    stream = {"schema": {"type": "string", "description": events}}
+    answer = {"model": ResponseObject, "content": {"text/event-stream": stream}, "description": "The response, whole or as a stream"}
     return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
 
 

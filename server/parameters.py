@@ -9,12 +9,14 @@ from fastapi import Request
 from pagestream.server.fields import WireModel
 from pagestream.server.messages.wire import MessagesRequest
 from pagestream.server.protocol import ChatRequest, CompletionRequest
+from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.tokenize import DetokenizeRequest, TokenizeRequest
 
 ENDPOINTS: dict[str, type[WireModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/messages": MessagesRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

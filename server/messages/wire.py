@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import InvalidRequest
+from pagestream.server.body import check
 from pagestream.server.fields import Count, Flag, Real, Text, Whole, WireModel
 from pagestream.server.protocol import ChatRequest
 from pagestream.server.tools.wire import MAX_TOOLS, NAME
@@ -172,4 +173,4 @@ class MessagesRequest(WireModel):
             fields["parallel_tool_calls"] = not (choice is not None and choice.disable_parallel_tool_use)
         elif self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
             raise InvalidRequest("tool_choice needs tools to choose from", param="tool_choice")
-        return ChatRequest.model_validate(fields)
+        return check(ChatRequest, fields)

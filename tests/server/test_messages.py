@@ -106,6 +106,7 @@ def test_tools_are_called_and_answered(real: Live, choice):
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"max_token": 1}, "max_token"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
     ],
 )
 def test_refusals_name_the_field(live: Live, fields, param):

@@ -1,0 +1,179 @@
+"""A chat answer written as a response: items of output, whole and as events of their own types."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pagestream.engine import EngineError
+from pagestream.server.answer import Piece, encode
+from pagestream.server.chat import ChatAnswer
+from pagestream.server.errors import as_api_error
+from pagestream.server.responses_api.wire import ResponsesRequest
+from pagestream.server.tools.reply import Part, ReplyReader
+
+log = logging.getLogger(__name__)
+
+
+class Item:
+    """One item of the output as it grows: a message, a reasoning or a function call."""
+
+    def __init__(self, part: Part):
+        self.kind = part.kind
+        self.call_id, self.name = part.call_id, part.name
+        self.id = {"content": "msg", "reasoning": "rs", "call": "fc"}[part.kind] + "_" + uuid.uuid4().hex
+        self.text = ""
+
+    def takes(self, part: Part) -> bool:
+        return part.kind == self.kind and part.call_id is None
+
+    def part(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def shown(self, status: str) -> dict[str, Any]:
+        head = {"id": self.id, "status": status}
+        if self.kind == "call":
+            return {**head, "type": "function_call", "call_id": self.call_id, "name": self.name, "arguments": self.text}
+        content = [self.part()] if status != "in_progress" else []
+        if self.kind == "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": content}
+        return {**head, "type": "message", "role": "assistant", "content": content}
+
+
+class ResponseAnswer(ChatAnswer):
+    id_prefix = "resp"
+    asked: ResponsesRequest  # set before the answer begins
+
+    def response(self, status: str, items: list[Item], error: dict[str, Any] | None = None) -> dict[str, Any]:
+        asked = self.asked
+        usage = self.usage()
+        told = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+        choice = asked.tool_choice
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self.model,
+            "output": [item.shown(status if status == "incomplete" and item is items[-1] else "completed") for item in items],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "temperature": asked.temperature,
+            "text": {"format": {"type": "text"}} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": choice if isinstance(choice, str) else "auto" if choice is None else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in asked.tools or ()],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else told,
+            "metadata": asked.metadata or {},
+            "user": asked.user,
+        }
+
+    def parts(self, piece: Piece, reader: ReplyReader | None) -> list[Part]:
+        if reader is None:
+            return [Part("content", piece.text)] if piece.text else []
+        return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The whole stream; a failure ends it with response.failed."""
+        number = 0
+        async for name, fields in self.told():
+            yield f"event: {name}\ndata: {encode({'type': name, 'sequence_number': number, **fields})}\n\n".encode("ascii")
+            number += 1
+
+    async def told(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        reader, items = self._make_reader(), list[Item]()
+        yield "response.created", {"response": self.response("in_progress", [])}
+        yield "response.in_progress", {"response": self.response("in_progress", [])}
+        try:
+            async for pieces in self.pieces():
+                for piece in pieces:
+                    for part in self.parts(piece, reader):
+                        if not items or not items[-1].takes(part):
+                            for event in ended(items, "completed"):
+                                yield event
+                            items.append(Item(part))
+                            for event in begun(items):
+                                yield event
+                        if part.text:
+                            items[-1].text += part.text
+                            yield delta(items, part.text)
+                    if piece.finish_reason is not None:
+                        status = "incomplete" if piece.finish_reason == "length" else "completed"
+                        for event in ended(items, status):
+                            yield event
+                        yield f"response.{status}", {"response": self.response(status, items)}
+        except Exception as error:
+            self.abort()
+            log.error("%s failed in its stream: %s", self.id, error, exc_info=not isinstance(error, EngineError))
+            told = as_api_error(error)
+            failure = {"code": "server_error", "message": told.envelope()["error"]["message"]}
+            yield "response.failed", {"response": self.response("failed", items, error=failure)}
+
+    async def whole_response(self) -> dict[str, Any]:
+        """What the last event of the stream holds.  Raises EngineFault."""
+        reader, items = self._make_reader(), list[Item]()
+        status = "completed"
+        try:
+            async for pieces in self.pieces():
+                for piece in pieces:
+                    for part in self.parts(piece, reader):
+                        if not items or not items[-1].takes(part):
+                            items.append(Item(part))
+                        items[-1].text += part.text
+                    if piece.finish_reason == "length":
+                        status = "incomplete"
+        finally:
+            self.abort()
+        return self.response(status, items)
+
+
+def place(items: list[Item]) -> dict[str, Any]:
+    return {"item_id": items[-1].id, "output_index": len(items) - 1}
+
+
+def begun(items: list[Item]) -> list[tuple[str, dict[str, Any]]]:
+    item = items[-1]
+    events = [("response.output_item.added", {"output_index": len(items) - 1, "item": item.shown("in_progress")})]
+    if item.kind != "call":
+        events.append(("response.content_part.added", {**place(items), "content_index": 0, "part": item.part()}))
+    return events
+
+
+def delta(items: list[Item], text: str) -> tuple[str, dict[str, Any]]:
+    if items[-1].kind == "call":
+        return "response.function_call_arguments.delta", {**place(items), "delta": text}
+    if items[-1].kind == "reasoning":
+        return "response.reasoning_text.delta", {**place(items), "content_index": 0, "delta": text}
+    return "response.output_text.delta", {**place(items), "content_index": 0, "delta": text, "logprobs": []}
+
+
+def ended(items: list[Item], status: str) -> list[tuple[str, dict[str, Any]]]:
+    """The end of the last item, if there is one."""
+    if not items:
+        return []
+    item, at = items[-1], place(items)
+    events: list[tuple[str, dict[str, Any]]] = []
+    if item.kind == "call":
+        events.append(("response.function_call_arguments.done", {**at, "name": item.name, "arguments": item.text}))
+    else:
+        name = "response.reasoning_text.done" if item.kind == "reasoning" else "response.output_text.done"
+        logprobs: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": []}
+        events.append((name, {**at, "content_index": 0, "text": item.text, **logprobs}))
+        events.append(("response.content_part.done", {**at, "content_index": 0, "part": item.part()}))
+    events.append(("response.output_item.done", {"output_index": at["output_index"], "item": item.shown(status)}))
+    return events

@@ -1,0 +1,145 @@
+"""The wire types, and their reading as a chat request.  Fields that ask for what isn't served are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from pagestream.server.body import check
+from pagestream.server.fields import Count, Flag, Real, Text, WireModel
+from pagestream.server.protocol import ChatRequest
+from pagestream.server.tools.wire import MAX_TOOLS, NAME
+
+
+class ContentPart(WireModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(WireModel):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[ContentPart]
+    id: Text | None = None
+    status: Text | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class FunctionCall(WireModel):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Text | None = None
+    status: Text | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": self.call_id, "function": function}]}
+
+
+class FunctionCallOutput(WireModel):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text
+    id: Text | None = None
+    status: Text | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class FunctionTool(WireModel):
+    type: Literal["function"]
+    name: Text = Field(pattern=NAME)
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class NamedFunctionTool(WireModel):
+    type: Literal["function"]
+    name: Text
+
+
+class TextFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="Only with type json_schema.")
+    strict: Flag | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        named = {"name": self.name, "schema": self.json_schema}
+        return {"type": self.type} | ({"json_schema": named} if self.type == "json_schema" else {})
+
+
+class TextOptions(WireModel):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(WireModel):
+    """POST /v1/responses."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "previous_response_id": (),  # nothing is stored: send the conversation itself
+        "prompt": (),
+        "prompt_cache_key": (),
+        "reasoning": ({},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "stream_options": ({},),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": "Name a fruit.", "max_output_tokens": 32}})
+
+    model: Text = Field(description="A name that GET /v1/models lists.")
+    input: Text | list[InputMessage | FunctionCall | FunctionCallOutput] = Field(min_length=1)
+    instructions: Text | None = Field(None, description="A system message before the input.")
+    max_output_tokens: Count | None = Field(None, ge=1, description="Without it, what the context has room for.")
+    temperature: Real | None = Field(1.0, ge=0, le=2)
+    top_p: Real | None = Field(1.0, ge=0, le=1)
+    stream: Flag | None = False
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: Flag | None = True
+    metadata: dict[str, Text] | None = Field(None, description="Comes back with the answer.")
+    user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
+    safety_identifier: Text | None = Field(None, description="The same.")
+
+    def as_chat(self) -> ChatRequest:
+        """Raises InvalidRequest."""
+        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else [item.as_chat() for item in self.input]
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": first + turns,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "tools": None if not self.tools else [tool.as_chat() for tool in self.tools],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": None if self.text is None or self.text.format is None else self.text.format.as_chat(),
+        }
+        return check(ChatRequest, fields)

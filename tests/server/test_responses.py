@@ -1,0 +1,101 @@
+"""POST /v1/responses, read by the official client's typed models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from pagestream.engine import AsyncLLMEngine, EngineArgs
+from pagestream.server.metrics import Metrics
+from pagestream.server.responses import ResponseObject
+from tests.server.conftest import Live, refusal_of, served
+from tests.tiny_models import make_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+FORMAT: Any = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder: Path = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "long", max_position_embeddings=2048)
+    metrics = Metrics("m")
+    args = EngineArgs(model=str(folder), num_kv_blocks=256, max_num_seqs=8, device="cpu", cpu_threads=1)
+    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as server:
+        yield server
+
+
+def both_ways(live: Live, **fields: Any) -> Any:
+    """The client's response; the stream's last event holds the same output."""
+    asked: dict[str, Any] = {"model": "m", "temperature": 0, **fields}
+    ResponseObject.model_validate(live.client.post("/v1/responses", json=asked).json())
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+        whole = client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        if whole.status == "completed":  # the client's own helper knows no other end
+            with client.responses.stream(**asked) as stream:
+                assert stream.get_final_response().output_text == whole.output_text
+    assert events[-1].response.output_text == whole.output_text
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    assert events[-1].response.status == whole.status
+    return whole
+
+
+@pytest.mark.parametrize("fields", [{}, {"instructions": "Be brief."}, {"metadata": {"a": "b"}}])
+def test_streamed_equals_whole(live: Live, fields):
+    response = both_ways(live, input="Hello", max_output_tokens=12, **fields)
+    assert response.output_text
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.metadata == fields.get("metadata", {})
+
+
+def test_a_conversation_counts_all_its_items(live: Live):
+    one = both_ways(live, input="Hello", max_output_tokens=4)
+    again = [{"role": "user", "content": "Hello"}, *(item.to_dict() for item in one.output), {"role": "user", "content": "More"}]
+    assert both_ways(live, input=again, max_output_tokens=4).usage.input_tokens > one.usage.input_tokens
+
+
+def test_a_schema_is_obeyed(real: Live):
+    jsonschema.validate(json.loads(both_ways(real, input="Where?", text=FORMAT, max_output_tokens=100).output_text), SCHEMA)
+
+
+def test_tools_are_called_and_answered(real: Live):
+    asked = {"input": "Hello", "tools": [TOOL], "tool_choice": {"type": "function", "name": "get_weather"}}
+    response = both_ways(real, **asked, max_output_tokens=100)
+    (call,) = response.output
+    assert (response.status, call.type, call.name) == ("completed", "function_call", "get_weather")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    turns = [{"role": "user", "content": "Hello"}, call.to_dict()]
+    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."})
+    assert both_ways(real, input=turns, tools=[TOOL], max_output_tokens=4).usage.input_tokens > response.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"input": ""}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
+    ],
+)
+def test_refusals_name_the_field(live: Live, fields, param):
+    error = refusal_of(live.client.post("/v1/responses", json={"model": "m", "input": "a"} | fields))
+    assert error["param"].startswith(param)
