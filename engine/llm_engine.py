@@ -112,8 +112,10 @@ class LLMEngine:
         result = execute_isolated(self.executor, plan, self.scheduler.group_of)
         times.executed()
         judgement = self._outputs.judge(plan, result)
-        self.scheduler.commit(plan, judgement.verdicts)
+        # Before the commit, which passes over who has ended: blocks of a row that failed were never filled, and nobody may find
+        # them in the prefix cache.
         outputs = judgement.outputs + self._end_failed(judgement.failed)
+        self.scheduler.commit(plan, judgement.verdicts)
         times.judged()
         stats = self.stats(times, plan.num_tokens)
         if self.observer is not None:

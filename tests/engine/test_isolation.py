@@ -92,3 +92,24 @@ def test_a_request_that_alone_runs_out_fails_and_the_others_keep_their_tokens(ti
     assert found == {"marked": expected["marked"][:4], "other": expected["other"]}
     assert "MemoryError" in errors["marked"]
     assert errors["other"] is None
+
+
+@pytest.mark.parametrize("kind", ["raise", "oom", "nan"])
+def test_blocks_of_a_prompt_that_failed_are_not_found_by_the_next(tiny_llama, kind):
+    prompt, params = list(range(3, 103)), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    args = EngineArgs(model=str(tiny_llama), num_kv_blocks=64, cpu_threads=1, enable_fault_injection=True)
+
+    def tokens(engine):
+        engine.add_request("sound", prompt, params)
+        found = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found += [token for answer in output.outputs for token in answer.token_ids]
+        return found
+
+    expected = tokens(LLMEngine.from_engine_args(args))
+    engine = LLMEngine.from_engine_args(args)
+    engine.add_request("marked", prompt, params, options=RequestOptions(fault=Fault(kind)))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert tokens(engine) == expected
