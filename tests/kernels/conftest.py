@@ -100,7 +100,7 @@ def start_workers(session: pytest.Session) -> dict[str, Worker]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     kind = kind_of(item)
     if is_at_home(kind):
         return None
@@ -112,6 +112,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in workers[kind].reports_of(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The folders that an earlier test of this process has set up are left by whoever runs last in them, which may be this one.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

@@ -71,7 +71,7 @@ def test_refusals_are_the_clients_own_exceptions(client: openai.OpenAI):
 
 def test_a_failure_in_a_stream_is_raised(client: openai.OpenAI):
     stream = client.completions.create(
-        model="m", prompt="a", stream=True, extra_body={"x_fault": {"kind": "raise", "at_token": 3}}
+        model="m", prompt="a", stream=True, extra_body={"x_fault": {"kind": "raise", "at_token": 3}, "ignore_eos": True}
     )
     with pytest.raises(openai.APIError, match="injected fault"):
         list(stream)

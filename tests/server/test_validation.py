@@ -332,7 +332,6 @@ def test_an_unknown_model_is_404(live: Live, path):
         ("POST", "/v1/models", 405),
         ("POST", "/v1/complete", 404),
         ("GET", "/v1/models/nope", 404),
-        ("GET", "/", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/models/../../etc/passwd", 404),
         ("BREW", COMPLETIONS, 405),
