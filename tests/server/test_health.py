@@ -37,6 +37,8 @@ def probed(live: Live, work) -> dict[str, float]:
     return longest
 
 
+# The clients share this process with the server, so these two also measure how busy the machine is: not for every run.
+@pytest.mark.slow
 def test_probes_answer_while_a_prompt_of_5_mb_is_tokenized(live: Live):
     prompt = "the quick brown fox jumps over the lazy dog " * 113_000
 
@@ -48,6 +50,7 @@ def test_probes_answer_while_a_prompt_of_5_mb_is_tokenized(live: Live):
     assert max(longest.values()) < 0.25, longest
 
 
+@pytest.mark.slow
 def test_probes_answer_under_load(live: Live):
     def load() -> None:
         with ThreadPoolExecutor(24) as pool:
