@@ -3,51 +3,104 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pagestream.engine.core.errors import EngineDead
-from pagestream.engine.core.step_plan import Candidate, SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.step_plan import (
+    Admitted,
+    Candidate,
+    Sample,
+    SampledTokens,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from pagestream.engine.runner.executor import Executor
 
 logger = logging.getLogger(__name__)
 
+PROBE_SEQ_ID = -1  # of nobody's sequence
+PROBE_TOKEN_ID = 0
 
-def execute_isolated(
-    executor: Executor, plan: StepPlan, owner_of: Callable[[int], object] = lambda seq_id: seq_id
-) -> StepResult:
+
+def execute_isolated(executor: Executor, plan: StepPlan) -> StepResult:
     """Execute the plan; where that raises, name the sequences that can't be computed and compute all others.
 
-    Works because what a step writes is idempotent, and because a row's numbers do not depend on its neighbours: computed
-    with fewer of them, they are the same bits.  Raises EngineDead if nothing can be computed, not even in parts, and
-    that can't be the fault of a single request; `owner_of` says whose a sequence is.
+    Works because a row can be written any number of times, and because its numbers do not depend on its neighbours: computed
+    with fewer of them, they are the same bits.  Raises EngineDead where nothing can be computed any more.
     """
+    plan = move_blocks(executor, plan)
     try:
-        return executor.execute(plan)
+        result = executor.execute(plan)
     except Exception as error:
         logger.exception("step %d failed; running it in parts", plan.step_id)
         if not plan.scheduled:
             raise EngineDead(f"a step without sequences failed: {error}") from error
-        first_error = error.with_traceback(None)  # its frames hold the step's tensors, and the parts need their memory
+        first_error: Exception | None = error.with_traceback(None)  # its frames hold the step's tensors; the parts need that memory
+    else:
+        first_error = None
+    if first_error is not None:
+        result = compute_in_parts(executor, plan)
+    if result.failed and len(result.failed) == len(plan.scheduled):
+        check_alive(executor, plan, first_error)
+    return result
+
+
+def move_blocks(executor: Executor, plan: StepPlan) -> StepPlan:
+    """Do the plan's copies and return what is left of it.
+
+    By themselves, since they alone can't be done twice once rows were computed: the blocks of those who gave way are given to
+    others in the same step, so a second swap_out would take the new owner's content for theirs.
+    """
+    if not (plan.swap_out or plan.swap_in or plan.copies):
+        return plan
     try:
-        # The copies once, before any part: a part's own writes must not be copied over.
-        executor.execute(replace(plan, scheduled=()))
+        executor.execute(StepPlan(plan.step_id, plan.swap_out, plan.swap_in, plan.copies))
     except Exception as error:
         raise EngineDead(f"the blocks could not be copied: {error}") from error
-    bare = replace(plan, swap_out=(), swap_in=(), copies=(), admitted=(), retired_seq_ids=())
+    return replace(plan, swap_out=(), swap_in=(), copies=())
+
+
+def compute_in_parts(executor: Executor, plan: StepPlan) -> StepResult:
+    bare = replace(plan, admitted=(), retired_seq_ids=())
+    try:
+        executor.execute(replace(plan, scheduled=()))  # the failed run may not have come to its admissions
+    except Exception as error:
+        raise EngineDead(f"the step's sequences could not be taken in: {error}") from error
     parts = halves(plan.scheduled) if len(plan.scheduled) > 1 else [plan.scheduled]
     results = [part for rows in parts for part in narrow(executor, bare, rows)]
-    failed = {seq_id: why for result in results for seq_id, why in result.failed.items()}
-    if len(failed) == len(plan.scheduled) and len({owner_of(seq_id) for seq_id in failed}) > 1:
-        raise EngineDead(f"no sequence of the step can be computed: {first_error}") from first_error
     sampled: dict[int, SampledTokens] = {}
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}
     candidates: dict[int, tuple[Candidate, ...]] = {}
+    failed: dict[int, str] = {}
     for result in results:
         sampled |= result.sampled
         scored |= result.prompt_logprobs
         candidates |= result.candidates
+        failed |= result.failed
     return StepResult(plan.step_id, sampled, scored, candidates, failed)
+
+
+def check_alive(executor: Executor, plan: StepPlan, first_error: Exception | None) -> None:
+    """After a step of which no row could be computed: raises EngineDead unless a row that is nobody's can be.
+
+    Requests that are each guilty by themselves may meet in one step, and a single one may be all there is.  A row of one token
+    that carries nothing of theirs tells them from a device that is lost.  It is written where one of those that failed would
+    have written next: that sequence is ended, and nobody else reads the last block of its table.
+    """
+    table = plan.scheduled[0].block_table[-1:]
+    row = ScheduledSequence(PROBE_SEQ_ID, (PROBE_TOKEN_ID,), 0, table, (Sample(PROBE_SEQ_ID, 0),))
+    nobody = Admitted(PROBE_SEQ_ID, row.token_ids, SamplingParams(temperature=0, max_tokens=1), seed=0)
+    try:
+        failed = executor.execute(StepPlan(plan.step_id, admitted=(nobody,), scheduled=(row,))).failed
+        executor.execute(StepPlan(plan.step_id, retired_seq_ids=(PROBE_SEQ_ID,)))
+    except Exception as error:
+        raise EngineDead(f"nothing can be computed any more: {first_error or error}") from error
+    if failed:
+        raise EngineDead(f"nothing can be computed any more: {failed[PROBE_SEQ_ID]}")
 
 
 def narrow(executor: Executor, plan: StepPlan, rows: Sequence[ScheduledSequence]) -> list[StepResult]:

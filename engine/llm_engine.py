@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,8 @@ from pagestream.engine.metrics import EngineListener, RequestInfo, StepStats
 from pagestream.engine.output_processor import OutputProcessor
 from pagestream.engine.runner.executor import Executor
 from pagestream.engine.watch import RequestWatch, StepTimes
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -66,10 +69,18 @@ class LLMEngine:
         self.admit(self.intake.make_request(request_id, prompt, params, arrival_time_s=self._clock(), options=options))
 
     def admit(self, request: Request) -> list[RequestOutput]:
-        """Queue a request that the intake has checked; returns what tokens that an earlier engine generated have to tell."""
+        """Queue a request that the intake has checked; returns what tokens that an earlier engine generated have to tell.
+
+        One whose text can't be begun fails by itself: then that is all there is to return.
+        """
         group = self.scheduler.add(request)
-        outputs = self._outputs.add(request, group.sequences[0].seq_id)
         self.watch.arrived(request, group.timeline)
+        try:
+            outputs = self._outputs.add(request, group.sequences[0].seq_id)
+        except Exception as error:
+            logger.exception("request %s: its text could not be begun", request.request_id)
+            failed = self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            return [] if failed is None else [failed]
         if outputs and outputs[-1].finished:
             reason = outputs[-1].outputs[0].finish_reason or FinishReason.STOP
             self.scheduler.finish(request.request_id, reason)
@@ -109,7 +120,7 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         times.scheduled()
         self._note_first_steps(plan)
-        result = execute_isolated(self.executor, plan, self.scheduler.group_of)
+        result = execute_isolated(self.executor, plan)
         times.executed()
         judgement = self._outputs.judge(plan, result)
         # Before the commit, which passes over who has ended: blocks of a row that failed were never filled, and nobody may find

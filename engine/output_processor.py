@@ -165,7 +165,7 @@ class OutputProcessor:
             unfinished = [answer for answer in opened.answers.values() if answer.finish_reason is None]
             for answer in unfinished:
                 # At a deadline the answer is given as far as it is; what was held back belongs to it.
-                text = answer.stops.push(answer.detokenizer.flush()) + answer.stops.flush() if reason is FinishReason.DEADLINE else ""
+                text = held_back(answer, request_id) if reason is FinishReason.DEADLINE else ""
                 delta.answers.append(CompletionOutput(answer.index, text, finish_reason=reason))
             unborn = range(len(opened.answers), opened.request.sampling_params.n)
             delta.answers += [CompletionOutput(index, finish_reason=reason) for index in unborn]
@@ -310,3 +310,12 @@ class OutputProcessor:
         if opened.ranker is None:
             return output
         return opened.ranker.collect(output, {answer.index: answer.cumulative_logprob for answer in opened.answers.values()})
+
+
+def held_back(answer: Answer, request_id: str) -> str:
+    """The end of a text that nothing can complete any more; nothing where that fails, since the request ends anyway."""
+    try:
+        return answer.stops.push(answer.detokenizer.flush()) + answer.stops.flush()
+    except Exception:
+        logger.exception("request %s: the end of its text could not be had", request_id)
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from pagestream.engine.sampling.penalties import Penalties
 from pagestream.engine.sampling.randomness import uniform
 from pagestream.engine.sampling.typical import TypicalTokens
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -35,6 +38,7 @@ class Drawn:
 class SamplingState:
     params: SamplingParams
     num_known: int  # tokens that the processors have seen: prompt and output up to here
+    fault: str | None = None  # a processor failed on this sequence, so what the processors know of it can't be relied on
 
 
 class Sampler:
@@ -62,9 +66,12 @@ class Sampler:
         if admitted.seq_id in self._states:
             return
         num_known = len(admitted.prompt_token_ids) + len(admitted.output_token_ids)
-        self._states[admitted.seq_id] = SamplingState(admitted.sampling_params, num_known)
-        for processor in self._processors:
-            processor.admit(admitted)
+        state = self._states[admitted.seq_id] = SamplingState(admitted.sampling_params, num_known)
+        try:
+            for processor in self._processors:
+                processor.admit(admitted)
+        except Exception as error:
+            note_fault(state, admitted.seq_id, error)
 
     def observe(self, seq_id: int, token_ids: Sequence[int], start: int) -> None:
         """Tokens of the sequence from position `start` on; those that are known already are passed over."""
@@ -74,8 +81,11 @@ class Sampler:
         new = token_ids[state.num_known - start :]
         if new:
             state.num_known += len(new)
-            for processor in self._processors:
-                processor.observe(seq_id, new)
+            try:
+                for processor in self._processors:
+                    processor.observe(seq_id, new)
+            except Exception as error:
+                note_fault(state, seq_id, error)
 
     def params(self, seq_id: int) -> SamplingParams:
         return self._states[seq_id].params
@@ -90,7 +100,7 @@ class Sampler:
         """Draw every sample of every row; observes the rows' tokens first.
 
         logits [R, V] float32, contiguous, one row per scheduled sequence; they are changed.  A row whose logits are not finite
-        numbers, or whose parameters leave no token, fails alone.
+        numbers, whose parameters leave no token, or on whose tokens a processor has failed, fails alone.
         """
         if not rows:
             return Drawn()
@@ -99,6 +109,7 @@ class Sampler:
         params = [self._states[row.seq_id].params for row in rows]
         best = find_best(logits)
         drawn = Drawn(failed={rows[index].seq_id: "the model's logits are not finite numbers" for index in best.not_finite})
+        drawn.failed.update({row.seq_id: fault for row in rows if (fault := self._states[row.seq_id].fault) is not None})
         scored = [index for index, one in enumerate(params) if wants_logprobs(one) and rows[index].seq_id not in drawn.failed]
         logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None
         beams = [index for index, one in enumerate(params) if one.use_beam_search and rows[index].seq_id not in drawn.failed]
@@ -145,6 +156,12 @@ class Sampler:
             drawn = draw_tokens(select(logits, random_rows), [params[index] for index in random_rows], draws)
             chosen.update(zip(keys, drawn, strict=True))
         return chosen
+
+
+def note_fault(state: SamplingState, seq_id: int, error: Exception) -> None:
+    """Nothing is raised: a processor's step can't be repeated, and only this sequence is to fail, when its next token is drawn."""
+    logger.error("a logits processor failed on sequence %d", seq_id, exc_info=error)
+    state.fault = f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,17 @@
-"""Running out of memory is the step's fault, not a request's."""
+"""Who is guilty of a step that fails: one request, several, all of them, or the device; and what it means to run a step again."""
+
+import itertools
+import logging
+from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
-from pagestream.engine import EngineArgs, Fault, LLMEngine, SamplingParams
+from pagestream.engine import EngineArgs, Fault, LLMEngine, SamplingParams, output_processor
 from pagestream.engine.core.errors import EngineDead
 from pagestream.engine.core.step_plan import Sample, SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.intake import RequestOptions
-from pagestream.engine.isolation import execute_isolated
+from pagestream.engine.isolation import PROBE_SEQ_ID, execute_isolated
 
 
 class OutOfMemoryError(RuntimeError):
@@ -52,16 +57,41 @@ def test_a_step_too_large_for_the_memory_is_computed_in_parts(capacity, error):
     assert result == expected
 
 
-def test_only_where_single_tokens_do_not_fit_is_it_given_up():
-    result = execute_isolated(SmallExecutor(0), plan_of(9))
-    assert list(result.failed) == [1]
-    with pytest.raises(EngineDead):
-        execute_isolated(SmallExecutor(0), plan_of(9, 3))
+def test_only_where_nobodys_token_can_be_computed_is_it_given_up():
+    for plan in (plan_of(9), plan_of(9, 3)):
+        with pytest.raises(EngineDead, match="too large"):
+            execute_isolated(SmallExecutor(0), plan)
 
 
-def test_two_answers_of_one_request_may_both_be_guilty():
-    result = execute_isolated(SmallExecutor(0), plan_of(9, 3), lambda seq_id: "the same")
-    assert sorted(result.failed) == [1, 2]
+class GuiltyExecutor(SmallExecutor):
+    """Fails with each of these rows; `kind` says how."""
+
+    def __init__(self, guilty, kind):
+        super().__init__(1000)
+        self.guilty, self.kind = guilty, kind
+
+    def execute(self, plan):
+        found = self.guilty & {row.seq_id for row in plan.scheduled}
+        if found and self.kind == "raise":
+            raise ValueError("guilty")
+        result = super().execute(plan)
+        return replace(result, failed=dict.fromkeys(found, "not finite numbers"))
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan"])
+@pytest.mark.parametrize("guilty", [set(found) for size in range(5) for found in itertools.combinations((1, 2, 3, 4), size)])
+def test_whoever_is_guilty_fails_alone_also_where_all_are(guilty, kind):
+    result = execute_isolated(GuiltyExecutor(guilty, kind), plan_of(4, 1, 9, 1))
+    assert set(result.failed) == guilty
+    assert set(result.sampled) - guilty == {1, 2, 3, 4} - guilty
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan"])
+def test_a_fault_that_hits_even_nobodys_row_is_the_devices(kind):
+    for lengths in ((9,), (4, 1, 9)):
+        everybody = {PROBE_SEQ_ID, *range(1, 1 + len(lengths))}
+        with pytest.raises(EngineDead, match="guilty" if kind == "raise" else "finite"):
+            execute_isolated(GuiltyExecutor(everybody, kind), plan_of(*lengths))
 
 
 def test_other_errors_are_not_answered_with_smaller_chunks():
@@ -113,3 +143,189 @@ def test_blocks_of_a_prompt_that_failed_are_not_found_by_the_next(tiny_llama, ki
     while engine.has_unfinished_requests():
         engine.step()
     assert tokens(engine) == expected
+
+
+@pytest.fixture(scope="module")
+def marked_engine(tiny_llama):
+    args = EngineArgs(model=str(tiny_llama), num_kv_blocks=128, cpu_threads=1, enable_fault_injection=True)
+    return LLMEngine.from_engine_args(args)
+
+
+def answers_of(engine, faults, kinds):
+    """Tokens and error by request; the i-th one of `kinds` is (prompt, parameters), the faults are by the request's place."""
+    found: dict[str, dict[int, list[int]]] = {str(place): defaultdict(list) for place in range(len(kinds))}
+    errors: dict[str, str | None] = {}
+    for place, (prompt, params) in enumerate(kinds):
+        engine.add_request(str(place), prompt, params, options=RequestOptions(fault=faults.get(place)))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            for answer in output.outputs:
+                found[output.request_id][answer.index] += answer.token_ids
+            if output.finished:
+                errors[output.request_id] = output.error
+    engine.scheduler.blocks.check()
+    assert engine.stats().num_used_blocks == 0
+    return found, errors
+
+
+KINDS = [
+    ("the quick brown fox", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)),
+    (list(range(3, 150)), SamplingParams(temperature=1, seed=5, max_tokens=8, ignore_eos=True)),
+    ("the lazy dog", SamplingParams(temperature=1, seed=6, n=3, max_tokens=8, ignore_eos=True)),
+]
+
+
+@pytest.mark.parametrize("at_token", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [(kind, stage) for kind in ("raise", "oom") for stage in ("forward", "sample", "judge")] + [("nan", "forward")],
+)
+@pytest.mark.parametrize("guilty", [{0}, {2}, {0, 1}, {0, 2}, {0, 1, 2}])
+def test_each_guilty_request_fails_by_itself_and_all_others_are_untouched(marked_engine, guilty, kind, stage, at_token, caplog):
+    caplog.set_level(logging.CRITICAL)
+    expected, _ = answers_of(marked_engine, {}, KINDS)
+    found, errors = answers_of(marked_engine, dict.fromkeys(guilty, Fault(kind, stage, at_token)), KINDS)
+    for place in range(len(KINDS)):
+        if place in guilty:
+            assert errors[str(place)], "a guilty request got no error"
+        else:
+            assert errors[str(place)] is None
+            assert found[str(place)] == expected[str(place)]
+
+
+class FailingProcessor:
+    """A logits processor that fails, in one of its calls, on sequences whose prompt begins with MARK."""
+
+    MARK = 77
+
+    def __init__(self, call):
+        self.call = call
+        self.marked: set[int] = set()
+
+    def admit(self, admitted):
+        if admitted.prompt_token_ids[0] == self.MARK:
+            self.marked.add(admitted.seq_id)
+            self.fail("admit", [admitted.seq_id])
+
+    def observe(self, seq_id, token_ids):
+        self.fail("observe", [seq_id])
+
+    def apply(self, logits, seq_ids):
+        self.fail("apply", seq_ids)
+        return False
+
+    def retire(self, seq_id):
+        self.fail("retire", [])
+
+    def fail(self, call, seq_ids):
+        if call == self.call and self.marked.intersection(seq_ids):
+            raise KeyError(f"failed in {call}")
+
+
+@pytest.mark.parametrize("call", ["admit", "observe", "apply"])
+@pytest.mark.parametrize("num_guilty", [1, 2])
+def test_a_logits_processor_that_fails_fails_its_request(tiny_llama, call, num_guilty, caplog):
+    caplog.set_level(logging.CRITICAL)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(tiny_llama), num_kv_blocks=128, cpu_threads=1))
+    expected, _ = answers_of(engine, {}, KINDS)
+    engine.executor._sampler._processors += (FailingProcessor(call),)
+    found, errors = answers_of(engine, {}, [*KINDS, *[([FailingProcessor.MARK, 8, 9], KINDS[0][1])] * num_guilty])
+    for place in range(len(KINDS)):
+        assert (errors[str(place)], found[str(place)]) == (None, expected[str(place)])
+    for place in range(len(KINDS), len(KINDS) + num_guilty):
+        assert f"failed in {call}" in errors[str(place)]
+        assert sum(map(len, found[str(place)].values())) == (call == "observe")
+
+
+def test_a_text_that_can_not_be_begun_fails_its_request(tiny_llama, monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(tiny_llama), num_kv_blocks=128, cpu_threads=1))
+    expected, _ = answers_of(engine, {}, KINDS)
+    params = replace(KINDS[0][1], stop=("unlucky",))
+    begin = output_processor.StopStrings
+
+    def fail(stops, **options):
+        if stops:
+            raise KeyError("no text")
+        return begin(stops, **options)
+
+    monkeypatch.setattr(output_processor, "StopStrings", fail)
+    request = engine.intake.make_request("guilty", "the", params, arrival_time_s=0.0)
+    (output,) = engine.admit(request)
+    assert output.finished
+    assert "no text" in output.error
+    found, errors = answers_of(engine, {}, KINDS)
+    assert (found, set(errors.values())) == (expected, {None})
+
+
+def run(engine):
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+class Broken:
+    """An executor whose device is lost from some step on."""
+
+    def __init__(self, executor, num_steps):
+        self.executor, self.num_left = executor, num_steps
+
+    def execute(self, plan):
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise RuntimeError("the device is lost")
+        return self.executor.execute(plan)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_lost_device_ends_the_engine_whoever_is_on_it(tiny_llama, num_requests):
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(tiny_llama), num_kv_blocks=128, cpu_threads=1))
+    for place, (prompt, params) in enumerate(KINDS[:num_requests]):
+        engine.add_request(str(place), prompt, params)
+    engine.executor = Broken(engine.executor, 3)
+    with pytest.raises(EngineDead, match="the device is lost"):
+        run(engine)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("stage", ["forward", "sample"])
+def test_a_step_run_again_does_not_move_blocks_a_second_time(tiny_llama, mode, stage):
+    """Those who gave way in the very step that failed get their own content back, not that of the blocks' new owners."""
+
+    def tokens(fault_in_each_step):
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(model=str(tiny_llama), num_kv_blocks=40, preemption_mode=mode, swap_space=0.01, cpu_threads=1)
+        )
+        if fault_in_each_step:
+            engine.executor = FailsOnce(engine.executor, stage)
+        params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+        found: dict[str, list[int]] = {}
+        for index in range(8):
+            engine.add_request(str(index), [20 + index, 5, 9] * 6, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None
+                found.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        counters = engine.scheduler.counters
+        assert (counters.num_preempted_swap if mode == "swap" else counters.num_preempted_recompute) > 0
+        return found
+
+    assert tokens(True) == tokens(False)
+
+
+class FailsOnce:
+    """Every step of several rows fails the first time, before or after it has written its keys and values."""
+
+    def __init__(self, executor, stage):
+        self.executor, self.stage = executor, stage
+        self.failed_steps: set[int] = set()
+
+    def execute(self, plan):
+        is_due = len(plan.scheduled) > 1 and plan.step_id not in self.failed_steps
+        if is_due:
+            self.failed_steps.add(plan.step_id)
+        if is_due and self.stage == "forward":
+            raise RuntimeError("once")
+        result = self.executor.execute(plan)
+        if is_due:
+            raise RuntimeError("once")
+        return result
