@@ -17,7 +17,7 @@ from pagestream.engine.core.errors import (
 )
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, fold
-from pagestream.engine.core.request import Begun, Fault
+from pagestream.engine.core.request import Begun, Fault, Pooling
 from pagestream.engine.core.sampling_params import Constraint, SamplingParams
 from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.core.step_plan import TokenLogprobs
@@ -86,6 +86,7 @@ __all__ = [
     "OutputStream",
     "Overloaded",
     "PoissonLoad",
+    "Pooling",
     "PreemptionMode",
     "QueuePlace",
     "Report",

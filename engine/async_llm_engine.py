@@ -15,7 +15,7 @@ from pagestream.engine.admission import AdmissionControl
 from pagestream.engine.core.errors import DeadlineExceeded, EngineDead, InvalidRequest
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import FinishReason, RequestOutput
-from pagestream.engine.core.request import Begun, Fault, Request
+from pagestream.engine.core.request import Begun, Fault, Pooling, Request
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.factory import BuiltEngine, build_engine
@@ -166,16 +166,18 @@ class AsyncLLMEngine:
         include_timeline: bool = False,
         timeout_s: float | None = None,
         begun: Sequence[Begun] = (),
+        pooling: Pooling | None = None,
     ) -> list[OutputStream]:
         """Check all prompts and admit them all, or none: one stream each, in their order.
 
         `timeout_s` from now each of them ends with what it has and FinishReason.DEADLINE, wherever it is then.
-        `begun`, one per prompt, is what an earlier engine has made of them.
+        `begun`, one per prompt, is what an earlier engine has made of them.  With `pooling` the last output of each has the
+        prompt's embedding, and nothing is generated, whatever `params` say.
         Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
         """
         arrival_time_s = time.monotonic()
         options = RequestOptions(
-            priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline, timeout_s
+            priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline, timeout_s, pooling=pooling
         )
         self._check_open(len(prompts), params, timeout_s)
         if f"{request_id}-0" in self._streams:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pagestream.engine.core.config import SchedulingPolicy
 from pagestream.engine.core.errors import ContextLengthExceeded, InvalidRequest
-from pagestream.engine.core.request import Begun, Fault, Request
+from pagestream.engine.core.request import Begun, Fault, Pooling, Request
 from pagestream.engine.core.sampling_params import Constraint, SamplingParams
 from pagestream.engine.core.seeds import mix
 from pagestream.engine.core.stopping import most_blocks, most_tokens
@@ -41,6 +41,7 @@ class RequestOptions:
     include_timeline: bool = False  # the last output says what happened to the request
     timeout_s: float | None = None  # from arrival to the end, wherever the request is then
     begun: Begun | None = None  # by an earlier engine
+    pooling: Pooling | None = None  # the prompt's embedding, and nothing generated
 
 
 class Intake:
@@ -72,6 +73,8 @@ class Intake:
     ) -> Request:
         """Raises ClientError naming the field; `param` is how the caller calls the prompt."""
         options = options or RequestOptions()
+        if options.pooling is not None:
+            params = SamplingParams(max_tokens=0)  # nothing is sampled, so nothing may depend on how
         self._check_options(params, options)
         token_ids = self._token_ids(prompt, options, param)
         self._check_vocabulary(token_ids, params, param)
@@ -95,6 +98,7 @@ class Intake:
             include_timeline=options.include_timeline,
             output_token_ids=() if options.begun is None else options.begun.output_token_ids,
             deadline_s=None if options.timeout_s is None else arrival_time_s + options.timeout_s,
+            pooling=options.pooling,
         )
 
     def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

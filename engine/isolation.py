@@ -76,12 +76,14 @@ def compute_in_parts(executor: Executor, plan: StepPlan) -> StepResult:
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}
     candidates: dict[int, tuple[Candidate, ...]] = {}
     failed: dict[int, str] = {}
+    pooled: dict[int, tuple[int, ...]] = {}
     for result in results:
         sampled |= result.sampled
         scored |= result.prompt_logprobs
         candidates |= result.candidates
         failed |= result.failed
-    return StepResult(plan.step_id, sampled, scored, candidates, failed)
+        pooled |= result.pooled
+    return StepResult(plan.step_id, sampled, scored, candidates, failed, pooled)
 
 
 def check_alive(executor: Executor, plan: StepPlan, first_error: Exception | None) -> None:
@@ -124,16 +126,30 @@ def is_out_of_memory(error: Exception) -> bool:
 def compute_in_chunks(executor: Executor, plan: StepPlan, row: ScheduledSequence) -> StepResult:
     """A row that alone is too large for the memory, as two shorter ones: the same bits, since chunks don't show in the numbers."""
     middle = len(row.token_ids) // 2
-    first = row._replace(token_ids=row.token_ids[:middle], samples=(), scored_token_ids=row.scored_token_ids[:middle])
+    pooled_late = min(row.num_pooled, len(row.token_ids) - middle)
+    first = row._replace(
+        token_ids=row.token_ids[:middle],
+        samples=(),
+        scored_token_ids=row.scored_token_ids[:middle],
+        num_pooled=row.num_pooled - pooled_late,
+    )
     second = row._replace(
-        token_ids=row.token_ids[middle:], start=row.start + middle, scored_token_ids=row.scored_token_ids[middle:]
+        token_ids=row.token_ids[middle:],
+        start=row.start + middle,
+        scored_token_ids=row.scored_token_ids[middle:],
+        num_pooled=pooled_late,
     )
     (begun,) = narrow(executor, plan, [first])
     if begun.failed:
         return begun
     (ended,) = narrow(executor, plan, [second])
     scored = begun.prompt_logprobs.get(row.seq_id, ()) + ended.prompt_logprobs.get(row.seq_id, ())
-    return replace(ended, prompt_logprobs={row.seq_id: scored} if scored else {})
+    sums = [result.pooled[row.seq_id] for result in (begun, ended) if row.seq_id in result.pooled]
+    return replace(
+        ended,
+        prompt_logprobs={row.seq_id: scored} if scored else {},
+        pooled={row.seq_id: tuple(map(sum, zip(*sums, strict=True)))} if sums else {},
+    )
 
 
 def halves(rows: Sequence[ScheduledSequence]) -> list[Sequence[ScheduledSequence]]:

@@ -9,8 +9,10 @@ from tqdm import tqdm
 
 from pagestream.engine.core.errors import EngineFault, InvalidRequest
 from pagestream.engine.core.outputs import RequestOutput, fold
+from pagestream.engine.core.request import Pooling
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
+from pagestream.engine.intake import RequestOptions
 from pagestream.engine.llm_engine import LLMEngine
 
 
@@ -84,21 +86,35 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(asked)
         if len(params) != len(asked):
             raise ValueError(f"{len(asked)} prompts and {len(params)} sampling_params were given")
-        request_ids = self._add_all(asked, texts, params)
+        request_ids = self._add_all(asked, params)
         return self._run(request_ids, use_tqdm)
+
+    def embed(
+        self, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, pooling: str = "mean", use_tqdm: bool = True
+    ) -> list[tuple[float, ...]]:
+        """The direction of the model's hidden states, after its last norm, for each prompt: vectors of length 1.
+
+        `pooling` is "mean", of all tokens' states, or "last", the last token's alone.  Raises ValueError for any other.
+        """
+        asked: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        request_ids = self._add_all(asked, [SamplingParams()] * len(asked), RequestOptions(pooling=Pooling(pooling)))
+        return [output.embedding or () for output in self._run(request_ids, use_tqdm)]
 
     def get_tokenizer(self) -> Any:
         return self.llm_engine.intake.tokenizer
 
     def _add_all(
-        self, asked: Sequence[str | Sequence[int]], texts: Sequence[str] | None, params: Sequence[SamplingParams]
+        self,
+        asked: Sequence[str | Sequence[int]],
+        params: Sequence[SamplingParams],
+        options: RequestOptions | None = None,
     ) -> list[str]:
         request_ids: list[str] = []
         try:
             for prompt, one in zip(asked, params, strict=True):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
-                self.llm_engine.add_request(request_id, prompt, one)
+                self.llm_engine.add_request(request_id, prompt, one, options=options)
                 request_ids.append(request_id)
         except Exception:
             self.llm_engine.abort_request(request_ids)

@@ -10,6 +10,7 @@ from pagestream.engine.core.outputs import CompletionOutput, FinishReason, Reque
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.step_plan import SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.core.stopping import Verdict, is_full, stop_at
+from pagestream.engine.pooling import EmbeddingSum
 from pagestream.engine.ranking import Ranker
 from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.text.detokenizer import IncrementalDetokenizer
@@ -39,7 +40,7 @@ class Answer:
 class OpenRequest:
     """One unfinished request: its answers, and what of it has been scored and counted."""
 
-    __slots__ = ("answers", "beams", "is_ended", "num_cached_tokens", "num_scored", "ranker", "request", "scores")
+    __slots__ = ("answers", "beams", "embedding", "is_ended", "num_cached_tokens", "num_scored", "ranker", "request", "scores")
 
     def __init__(self, request: Request):
         params = request.sampling_params
@@ -47,6 +48,7 @@ class OpenRequest:
         self.answers: dict[int, Answer] = {}  # by seq_id; none where beams are searched
         self.beams: BeamAnswers | None = None
         self.ranker = Ranker(params.n, params.num_sequences) if params.num_sequences > params.n else None
+        self.embedding = None if request.pooling is None else EmbeddingSum()
         self.num_scored = 0  # prompt positions whose logprobs were sent
         self.num_cached_tokens = 0
         self.scores: IncrementalDetokenizer | None = None  # of the prompt's own tokens, where they are scored
@@ -71,12 +73,13 @@ class OpenRequest:
 class Delta:
     """What one step adds to one request's output."""
 
-    __slots__ = ("answers", "prompt_logprobs", "prompt_token_texts")
+    __slots__ = ("answers", "embedding", "prompt_logprobs", "prompt_token_texts")
 
     def __init__(self) -> None:
         self.answers: list[CompletionOutput] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.prompt_token_texts: tuple[str, ...] | None = None
+        self.embedding: tuple[float, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -179,9 +182,12 @@ class OutputProcessor:
     def _judge_row(self, opened: OpenRequest, row: ScheduledSequence, result: StepResult, delta: Delta) -> dict[int, Verdict]:
         if opened.request.sampling_params.prompt_logprobs is not None:
             self._score(opened, row, result.prompt_logprobs.get(row.seq_id, ()), delta)
+        if opened.embedding is not None and row.num_pooled:
+            opened.embedding.add(row.start, result.pooled[row.seq_id])
         if opened.request.max_tokens == 0:
             if row.start + len(row.token_ids) < len(opened.request.prompt_token_ids):
                 return {}
+            delta.embedding = None if opened.embedding is None else opened.embedding.direction()
             self._end_without_tokens(opened, delta)
             return {row.seq_id: Verdict((), FinishReason.LENGTH)}
         if opened.beams is not None:
@@ -302,6 +308,7 @@ class OutputProcessor:
             usage=Usage(len(request.prompt_token_ids), opened.num_output_tokens, opened.num_cached_tokens),
             prompt_logprobs=delta.prompt_logprobs,
             prompt_token_texts=delta.prompt_token_texts,
+            embedding=delta.embedding,
         )
         if output.finished:
             del self._open[request.request_id]

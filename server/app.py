@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from pagestream.server import chat, completions, health, models, parameters, responses, streams, tokenize
+from pagestream.server import chat, completions, embeddings, health, models, parameters, responses, streams, tokenize
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
 from pagestream.server.key_limits import KeyLimits
@@ -25,6 +25,7 @@ from pagestream.server.openapi import (
     Responses,
     describe_answer,
     describe_body,
+    describe_embeddings,
     describe_errors,
     describe_messages,
     describe_response,
@@ -109,7 +110,7 @@ def bare_app(**options: Any) -> FastAPI:
     )
     add_routes(app)
     add_error_handlers(app)
-    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
+    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest, embeddings.EmbeddingRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
     return app
 
 
@@ -158,6 +159,15 @@ def add_routes(app: FastAPI) -> None:
         summary="Answer a conversation in the shape of OpenAI's responses",
         responses=describe_response(),
         openapi_extra=describe_body("ResponsesRequest"),
+        tags=["generation"],
+    )
+    app.add_api_route(
+        "/v1/embeddings",
+        embeddings.create_embeddings,
+        methods=["POST"],
+        summary="Embeddings of texts",
+        responses=describe_embeddings(),
+        openapi_extra=describe_body("EmbeddingRequest"),
         tags=["generation"],
     )
     no_key = describe_errors(401)

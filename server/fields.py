@@ -28,34 +28,37 @@ class WireModel(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-def as_prompts(value: Any) -> list[str | list[int]]:
-    """Every shape of `prompt` as a list of prompts, each a text or token ids, whose upper end is the engine's to check."""
+def as_prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:
+    """Every shape of `prompt` as a list of prompts, each a text or token ids, whose upper end is the engine's to check.
+
+    `name` is the field's; it takes at most so many.  Raises InvalidRequest.
+    """
+
+    def refused(message: str) -> InvalidRequest:
+        return InvalidRequest(message, param=name)
+
     prompts = [value] if isinstance(value, str) or is_flat(value) else value
     if not isinstance(prompts, list):
-        raise refused("prompt must be a string, a list of strings, a list of token ids or a list of such lists")
+        raise refused(f"{name} must be a string, a list of strings, a list of token ids or a list of such lists")
     if not prompts or [] in prompts or "" in prompts:
-        raise refused("prompt must not be empty" if prompts in ([], [""], [[]]) else "prompt holds an empty prompt")
-    if len(prompts) > MAX_PROMPTS:
-        raise refused(f"prompt holds {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed in one request")
+        raise refused(f"{name} must not be empty" if prompts in ([], [""], [[]]) else f"{name} holds an empty {name}")
+    if len(prompts) > most:
+        raise refused(f"{name} holds {len(prompts)} {name}s; at most {most} are allowed in one request")
     if all(isinstance(prompt, str) for prompt in prompts):
         return prompts
     if not all(isinstance(prompt, list) for prompt in prompts):
         raise refused(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not a mixture"
+            f"{name} must be a string, a list of strings, a list of token ids or a list of such lists, and not a mixture"
         )
     for prompt in prompts:
         if set(map(type, prompt)) != {int} or min(prompt) < 0:
-            raise refused("token ids in prompt must be whole numbers from 0")
+            raise refused(f"token ids in {name} must be whole numbers from 0")
     return prompts
 
 
 def is_flat(value: Any) -> bool:
     """Whether it is one prompt of token ids (or meant as one: the check of each id follows)."""
     return isinstance(value, list) and bool(value) and not isinstance(value[0], str | list)
-
-
-def refused(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param="prompt")
 
 
 def as_stops(value: Any) -> tuple[str, ...]:
@@ -76,15 +79,21 @@ def as_early_stopping(value: Any) -> bool | str:
 
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-PROMPT_SCHEMA = {
-    "oneOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        TOKEN_IDS,
-        {"type": "array", "items": TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ],
-    "description": "One or more prompts, as text or as token ids.",
-}
+
+
+def prompt_schema(description: str, most: int) -> dict[str, Any]:
+    return {
+        "oneOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": most},
+            TOKEN_IDS,
+            {"type": "array", "items": TOKEN_IDS, "minItems": 1, "maxItems": most},
+        ],
+        "description": description,
+    }
+
+
+PROMPT_SCHEMA = prompt_schema("One or more prompts, as text or as token ids.", MAX_PROMPTS)
 STOP_SCHEMA = {
     "oneOf": [
         {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},

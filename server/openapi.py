@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from pagestream.server.responses import AnthropicMessage, ErrorEnvelope, ResponseObject
+from pagestream.server.responses import AnthropicMessage, EmbeddingList, ErrorEnvelope, ResponseObject
 
 SCHEMAS = "#/components/schemas/"
 
@@ -58,6 +58,11 @@ def describe_response() -> Responses:
     stream = {"schema": {"type": "string", "description": events}}
     answer = {"model": ResponseObject, "content": {"text/event-stream": stream}, "description": "The response, whole or as a stream"}
     return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
+
+
+def describe_embeddings() -> Responses:
+    told: Responses = {200: {"model": EmbeddingList, "description": "One embedding for each input, in their order"}}
+    return told | describe_errors(400, 401, 404, 408, 413, 415, 429, 500, 503)
 
 
 def describe_stream() -> Responses:

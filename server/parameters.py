@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import Request
 
+from pagestream.server.embeddings import EmbeddingRequest
 from pagestream.server.fields import WireModel
 from pagestream.server.messages.wire import MessagesRequest
 from pagestream.server.protocol import ChatRequest, CompletionRequest
@@ -17,6 +18,7 @@ ENDPOINTS: dict[str, type[WireModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/messages": MessagesRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -253,6 +253,24 @@ class ResponseObject(Shape):
     user: str | None
 
 
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str = Field(description="With encoding_format base64: of little-endian float32.")
+
+
+class EmbeddingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Tokens(Shape):
     count: int
     max_model_len: int

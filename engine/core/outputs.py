@@ -62,6 +62,7 @@ class RequestOutput:
     prompt_token_texts: tuple[str, ...] | None = None  # parallel to prompt_logprobs
     error: str | None = None
     timeline: RequestTimeline | None = None  # on the last, where asked for
+    embedding: tuple[float, ...] | None = None  # of length 1; on the last, where asked for
 
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagestream.engine.core.block_manager import BlockManager
+from pagestream.engine.core.request import Pooling
 from pagestream.engine.core.seeds import seed_of_answer
 from pagestream.engine.core.sequence import Sequence, SequenceGroup
 from pagestream.engine.core.step_plan import Admitted, BlockCopy, Sample, ScheduledSequence, StepPlan
@@ -61,6 +62,7 @@ class PlanWriter:
                 self._blocks.table(sequence.seq_id),
                 self._samples(group, sequence) if end == len(token_ids) else (),
                 self._note_prefill(group, sequence, end) if start < sequence.num_prompt_tokens else (),
+                0 if group.request.pooling is None else num_pooled(group.request.pooling, num_tokens, end == len(token_ids)),
             )
         )
         timeline = group.timeline
@@ -129,3 +131,8 @@ class PlanWriter:
                 fault=request.fault,
             )
         )
+
+
+def num_pooled(pooling: Pooling, num_tokens: int, is_last: bool) -> int:
+    """How many tokens of a row, counted from its end, belong to the embedding; `is_last`: it is the prompt's last row."""
+    return num_tokens if pooling is Pooling.MEAN else int(is_last)

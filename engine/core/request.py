@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from pagestream.engine.core.sampling_params import SamplingParams
 
@@ -15,6 +16,13 @@ class Fault:
     stage: str = "forward"  # forward | sample | judge
     at_token: int = 0  # when so many tokens have been generated
     seconds: float = 30.0  # of hang and slow
+
+
+class Pooling(Enum):
+    """Which of a prompt's hidden states its embedding is made of."""
+
+    MEAN = "mean"
+    LAST = "last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +48,9 @@ class Request:
     include_timeline: bool = False  # on the last output
     output_token_ids: tuple[int, ...] = ()  # generated already, by an earlier engine
     deadline_s: float | None = None  # of the monotonic clock: when it ends with what there is
+    pooling: Pooling | None = None  # an embedding is asked for; max_tokens is 0 then
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether something is wanted of every position of the prompt, so that none may be taken from the prefix cache."""
+        return self.sampling_params.prompt_logprobs is not None or self.pooling is Pooling.MEAN

@@ -285,9 +285,8 @@ class Scheduler:
             first, *others = group.unfinished
             # Where others will take blocks over, the last of those tokens must be computed, so that there is a step to do it in.
             num_common = num_common_tokens(group.unfinished) if others else 0
-            # Scores of the prompt need its logits, so nothing of it may be skipped.
-            is_scored = group.request.sampling_params.prompt_logprobs is not None
-            prefix = [] if is_scored else blocks.cached_prefix(first, num_common or first.num_tokens, group.request.cache_salt)
+            reads_all = group.request.reads_whole_prompt
+            prefix = [] if reads_all else blocks.cached_prefix(first, num_common or first.num_tokens, group.request.cache_salt)
             num_blocks = blocks.num_blocks_for(first.num_tokens) - len(prefix) + blocks.num_taken(prefix)
             num_blocks += sum(blocks.num_blocks_for(other.num_tokens) - num_common // blocks.block_size for other in others)
             if not self._has_room(num_blocks):
@@ -297,7 +296,7 @@ class Scheduler:
             except OutOfBlocks:
                 return
             self.waiting.pop(0)
-            self._count_admission(group, num_common, len(prefix) * blocks.block_size, is_scored)
+            self._count_admission(group, num_common, len(prefix) * blocks.block_size, reads_all)
             group.fork_at = num_common
             self._run(group)
             self._place(group, first, plan.num_tokens_left - reserve)
@@ -314,11 +313,11 @@ class Scheduler:
     def _num_running(self) -> int:
         return sum([len(group.unfinished) + group.num_unborn for group in self.running])
 
-    def _count_admission(self, group: SequenceGroup, num_common_tokens: int, num_cached_tokens: int, is_scored: bool) -> None:
+    def _count_admission(self, group: SequenceGroup, num_common_tokens: int, num_cached_tokens: int, reads_all: bool) -> None:
         first, *others = group.unfinished
         if group.timeline.first_step is None:
             group.timeline.num_cached_tokens = num_cached_tokens
-            if not is_scored and self.blocks.enable_prefix_caching:
+            if not reads_all and self.blocks.enable_prefix_caching:
                 self.counters.num_prefix_queried_tokens += first.num_tokens
                 self.counters.num_prefix_hit_tokens += num_cached_tokens
         else:

@@ -55,6 +55,7 @@ class ScheduledSequence(NamedTuple):
     block_table: tuple[int, ...]  # block ids; covers start + len(token_ids) tokens
     samples: tuple[Sample, ...] = ()  # drawn from the last token's logits; none inside a prompt
     scored_token_ids: tuple[int, ...] = ()  # prompt logprobs: the token that follows each of the first rows
+    num_pooled: int = 0  # an embedding: so many of its last tokens' hidden states belong to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +107,4 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # seq_id -> one per scored token
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)  # a beam's seq_id -> its likeliest next tokens
     failed: dict[int, str] = field(default_factory=dict)  # row's seq_id -> why; found guilty by itself (NaN logits)
+    pooled: dict[int, tuple[int, ...]] = field(default_factory=dict)  # seq_id -> sum of its pooled hidden states, in fixed point

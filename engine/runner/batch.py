@@ -22,6 +22,7 @@ class Batch:
     sampling: tuple[ScheduledSequence, ...]  # those with samples, in the plan's order
     sampling_rows: Tensor  # [R] int64: the last token of each of them
     scored: tuple[tuple[ScheduledSequence, int], ...]  # prompt logprobs: the sequence, and the row of its first token
+    pooled: tuple[tuple[int, slice], ...]  # embeddings: the seq_id, and the rows of its tokens that belong to it
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
@@ -60,4 +61,9 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         sampling=tuple(scheduled[index] for index in sampling),
         sampling_rows=tensor(query_start[1:][sampling] - 1),
         scored=tuple((row, int(query_start[index])) for index, row in enumerate(scheduled) if row.scored_token_ids),
+        pooled=tuple(
+            (row.seq_id, slice(end - row.num_pooled, end))
+            for row, end in zip(scheduled, query_start[1:].tolist(), strict=True)
+            if row.num_pooled
+        ),
     )

@@ -9,6 +9,7 @@ from pagestream.engine.models.base import CausalLM
 from pagestream.engine.runner.batch import Batch, build_batch
 from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.runner.kv_cache import KVCache
+from pagestream.engine.runner.pooling import pooled_sums
 from pagestream.engine.sampling.logprobs import prompt_logprobs
 from pagestream.engine.sampling.sampler import Sampler
 
@@ -48,14 +49,15 @@ class ModelRunner:
         batch = build_batch(plan, self._block_size, self._device)
         hidden = self._model.forward(batch.input_ids, self._cache.layers, batch.metadata)
         scored = self._score_prompts(batch, hidden)
+        sums = pooled_sums(hidden, batch.pooled)
         if not batch.sampling:
-            return StepResult(plan.step_id, {}, scored)
+            return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled)
         logits = self._model.logits(hidden[batch.sampling_rows])
         if self._injector is not None:
             self._injector.strike("sample", batch.sampling)
             self._injector.spoil(logits, batch.sampling)
         drawn = self._sampler.sample(logits, batch.sampling)
-        return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, drawn.failed)
+        return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, drawn.failed | sums.failed, sums.pooled)
 
     def _meet(self, plan: StepPlan) -> None:
         for admitted in plan.admitted:

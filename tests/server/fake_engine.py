@@ -23,6 +23,7 @@ from pagestream.engine import (
     FinishReason,
     InvalidRequest,
     Overloaded,
+    Pooling,
     QueuePlace,
     RequestFailed,
     RequestOutput,
@@ -105,8 +106,10 @@ class FakeStream:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         fault: Fault | None,
+        pooling: Pooling | None = None,
     ):
         self.engine, self.request_id, self.params, self.fault = engine, request_id, params, fault
+        self.pooling = pooling
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         room = engine.max_model_len - len(prompt_token_ids)
         self.max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -152,6 +155,8 @@ class FakeStream:
             self.mailbox.put_nowait(replace(self.output(()), prompt_logprobs=scores[:half], prompt_token_texts=texts[:half]))
             output = replace(output, prompt_logprobs=scores[half:], prompt_token_texts=texts[half:])
         is_done = all(sequence.finished for sequence in self.sequences)
+        if self.pooling is not None:
+            output = replace(output, embedding=self.embedding())
         self.mailbox.put_nowait(replace(output, finished=is_done))
         if is_done:
             reason = (
@@ -162,6 +167,10 @@ class FakeStream:
     def output(self, outputs: tuple[CompletionOutput, ...]) -> RequestOutput:
         usage = Usage(len(self.prompt_token_ids), self.num_output_tokens, 0)
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, usage=usage)
+
+    def embedding(self) -> tuple[float, ...]:
+        """Four numbers that float32 holds, of the prompt and the pooling."""
+        return tuple((draw(self.prompt_token_ids, self.pooling, place) % 1000 - 500) / 1024 for place in range(4))
 
     def scores(self, token_id: int, position: int, num_top: int) -> TokenLogprobs:
         rivals = [token_id] + [97 + draw("rival", self.prompt_token_ids, position, k) % 26 for k in range(num_top * 3)]
@@ -359,6 +368,7 @@ class FakeEngine:
         include_timeline: bool = False,
         timeout_s: float | None = None,
         begun: Sequence[Begun] = (),
+        pooling: Pooling | None = None,
     ) -> list[FakeStream]:
         await asyncio.sleep(self.admission_s)
         if fault is not None and not self.allows_faults:
@@ -378,7 +388,7 @@ class FakeEngine:
             if len(ids) + wanted > self.max_model_len:
                 raise ContextLengthExceeded(param=param, num_tokens=len(ids), max_tokens=wanted, limit=self.max_model_len)
             text = prompt if isinstance(prompt, str) else None
-            made.append(FakeStream(self, f"{request_id}-{place}", text, ids, params, fault))
+            made.append(FakeStream(self, f"{request_id}-{place}", text, ids, params, fault, pooling))
         if len(self.streams) + len(made) > self.max_num_seqs + self.max_num_queued:
             self.reject("queue_full", "the queue is full", 0.2)
         self.streams += made

@@ -1,0 +1,133 @@
+"""POST /v1/embeddings: shapes in, shapes out, refusals; and the real engine behind it."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from pagestream.engine import AsyncLLMEngine, EngineArgs
+from pagestream.server.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
+from pagestream.server.metrics import Metrics
+from tests.server.conftest import Live, refusal_of, served
+
+
+def embed(live: Live, inputs, **fields) -> list:
+    response = live.post("/v1/embeddings", input=inputs, **fields)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert (body["object"], body["model"]) == ("list", "m")
+    assert [entry["index"] for entry in body["data"]] == list(range(len(body["data"])))
+    assert {entry["object"] for entry in body["data"]} == {"embedding"}
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
+    return [entry["embedding"] for entry in body["data"]]
+
+
+def test_every_shape_of_input(live):
+    (text,) = embed(live, "Hello")
+    assert embed(live, ["Hello"]) == [text]
+    assert embed(live, list(b"Hello")) == [text]
+    assert embed(live, [list(b"Hello"), list(b"World")]) == embed(live, ["Hello", "World"]) != [text, text]
+
+
+def test_more_inputs_than_are_computed_at_once_keep_their_order(live):
+    texts = [f"text {number}" for number in range(2 * INPUTS_AT_ONCE + 3)]
+    found = embed(live, texts)
+    assert found[70] == embed(live, texts[70])[0]
+    assert len({tuple(embedding) for embedding in found}) == len(texts)
+
+
+def test_base64_holds_the_same_numbers(live):
+    numbers = embed(live, ["Hello", "World"])
+    for written, expected in zip(embed(live, ["Hello", "World"], encoding_format="base64"), numbers, strict=True):
+        raw = base64.b64decode(written)
+        assert raw == struct.pack(f"<{len(expected)}f", *expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["ok", ""]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["a", [1]]}, "input"),
+        ({"input": [1.5]}, "input"),
+        ({"input": [True]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": [99999]}, "input"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input"),
+        ({"input": "x" * 600}, "input"),
+        ({}, "input"),
+        ({"input": "a", "dimensions": 4}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "pooling": "max"}, "pooling"),
+        ({"input": "a", "timeout_s": 0}, "timeout_s"),
+        ({"input": "a", "inptu": "b"}, "inptu"),
+        ({"input": "a", "max_tokens": 5}, "max_tokens"),
+    ],
+)
+def test_refusals_name_the_field(live, fields, param):
+    assert refusal_of(live.post("/v1/embeddings", **fields))["param"] == param
+
+
+def test_unknown_model(live):
+    response = live.client.post("/v1/embeddings", json={"model": "nope", "input": "a"})
+    assert refusal_of(response, 404)["code"] == "model_not_found"
+
+
+def test_a_client_that_leaves_ends_its_requests(start):
+    live = start({"max_num_seqs": 1}, max_requests_per_key=1)
+    live.engine.is_paused = True
+    sock = live.connect({"input": ["a", "b"]}, "/v1/embeddings")
+    live.until(lambda: len(live.engine.streams) == 2, "admitted")
+    assert refusal_of(live.post("/v1/embeddings", input="a"), 429)["code"] == "rate_limit_exceeded"
+    sock.close()
+    live.until(lambda: not live.engine.streams, "aborted")
+    live.engine.is_paused = False
+    assert embed(live, "a")  # the lease was given back
+
+
+def test_a_full_queue_is_told_at_once(start):
+    live = start({"max_num_seqs": 1, "max_num_queued": 1})
+    response = live.post("/v1/embeddings", input=["a", "b", "c"])
+    assert refusal_of(response, 429)["code"] == "server_overloaded"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+@pytest.fixture(scope="module")
+def real(tiny_llama: Path) -> Iterator[Live]:
+    metrics = Metrics("m")
+    args = EngineArgs(model=str(tiny_llama), num_kv_blocks=256, max_num_seqs=16, device="cpu", cpu_threads=1)
+    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as live:
+        yield live
+
+
+def test_the_official_client_reads_both_encodings(real):
+    client = openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0)
+    texts = ["the quick brown fox", "jumps over", "the lazy dog"]
+    as_base64 = client.embeddings.create(model="m", input=texts)  # what it asks for by itself
+    as_float = client.embeddings.create(model="m", input=texts, encoding_format="float")
+    assert as_base64.usage.prompt_tokens == as_float.usage.total_tokens > 0
+    for first, second in zip(as_base64.data, as_float.data, strict=True):
+        assert len(second.embedding) == 64
+        assert list(first.embedding) == pytest.approx(second.embedding, abs=1e-8)
+        assert sum(number * number for number in second.embedding) == pytest.approx(1, abs=1e-6)
+
+
+def test_poolings_differ_and_do_not_depend_on_company(real):
+    texts = [f"the morning comes {'again ' * number}" for number in range(40)]
+    mean, last = embed(real, texts), embed(real, texts, pooling="last")
+    assert all(first != second for first, second in zip(mean[1:], last[1:], strict=True))
+    assert mean[5] == embed(real, texts[5])[0]
+    assert last[5] == embed(real, texts[5], pooling="last")[0]
+
+
+def test_a_deadline_is_a_408(real):
+    response = real.post("/v1/embeddings", input=["the forest " * 60] * 16, timeout_s=0.02)
+    assert refusal_of(response, 408)["code"] == "deadline_exceeded"
+    real.until(lambda: real.metric("vllm:num_requests_running") == 0, "idle")
