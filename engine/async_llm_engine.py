@@ -28,6 +28,8 @@ from pagestream.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+DEADLINE_GRACE_S = 0.25  # what a step in progress may still take at a deadline, so that nothing of the answer is lost
+
 
 class AsyncLLMEngine:
     """Everything here runs on the event loop's thread but the steps and the tokenizing, which have threads of their own.
@@ -170,7 +172,8 @@ class AsyncLLMEngine:
     ) -> list[OutputStream]:
         """Check all prompts and admit them all, or none: one stream each, in their order.
 
-        `timeout_s` from now each of them ends with what it has and FinishReason.DEADLINE, wherever it is then.
+        `timeout_s` from now each of them ends with what it has and FinishReason.DEADLINE, wherever it is then: between two
+        steps, or, where a step takes too long for that, for its reader alone; its blocks are then freed right after the step.
         `begun`, one per prompt, is what an earlier engine has made of them.  With `pooling` the last output of each has the
         prompt's embedding, and nothing is generated, whatever `params` say.
         Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
@@ -196,7 +199,11 @@ class AsyncLLMEngine:
                 for index, prompt in enumerate(prompts)
             ]
 
-        requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, make)
+        making = asyncio.get_running_loop().run_in_executor(self._text_threads, make)
+        try:
+            requests = await asyncio.wait_for(making, timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(timeout_s or 0.0) from None
         left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrival_time_s)
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded(timeout_s or 0.0)
@@ -259,8 +266,11 @@ class AsyncLLMEngine:
             self._wake.set()
 
     def _expire(self, request_id: str) -> None:
+        """Let the request end between two steps, with all its text; its stream ends soon even if this step does not."""
         self._expired.append(request_id)
         self._wake.set()
+        if stream := self._streams.get(request_id):
+            self._deadlines[request_id] = asyncio.get_running_loop().call_later(DEADLINE_GRACE_S, stream.expire)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -295,7 +305,7 @@ class AsyncLLMEngine:
 
     def _distribute(self, outputs: list[RequestOutput]) -> None:
         if self.on_outputs is not None and outputs:
-            self.on_outputs(outputs)
+            self.on_outputs([told for told in map(self._as_told, outputs) if told is not None])
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
@@ -305,6 +315,13 @@ class AsyncLLMEngine:
                 if timer := self._deadlines.pop(output.request_id, None):
                     timer.cancel()
                 self._admission.finished()
+
+    def _as_told(self, output: RequestOutput) -> RequestOutput | None:
+        """What the request's stream tells of this: of one that was cut short nothing but the end it has had."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or stream.cut_short is None:
+            return output
+        return stream.cut_short if output.finished else None
 
     def _die(self, death: EngineDead) -> None:
         if self._death is None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pagestream.engine.core.errors import EngineError, RequestFailed
-from pagestream.engine.core.outputs import RequestOutput, merge
+from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, merge
 from pagestream.engine.core.request import Request
 
 
@@ -22,6 +22,10 @@ class OutputStream:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.seed = request.seed
+        self._request = request
+        self._usage = Usage(num_prompt_tokens=len(request.prompt_token_ids))
+        self._ended: set[int] = set()  # answers that have a finish_reason
+        self.cut_short: RequestOutput | None = None  # the last delta, where it was made here and not by the engine
         self._abort = abort
         self._slots: deque[RequestOutput] = deque()  # at most one, unless the reader wants each delta
         self._keeps_deltas = False
@@ -36,6 +40,10 @@ class OutputStream:
     def put(self, output: RequestOutput) -> None:
         if self._is_last:
             return
+        self._usage = output.usage
+        for answer in output.outputs:
+            if answer.finish_reason is not None:
+                self._ended.add(answer.index)
         if self._slots and not self._keeps_deltas:
             output = merge(self._slots.pop(), output)
         self._slots.append(output)
@@ -44,6 +52,24 @@ class OutputStream:
             if output.error is not None:
                 self._error = RequestFailed(output.error)
         self._news.set()
+
+    def expire(self) -> None:
+        """End it at its deadline with what was put, without the engine: its step goes on, and nobody knows how long.
+
+        What of the text the engine holds back is lost.
+        """
+        if self._is_last:
+            return
+        open_answers = [index for index in range(self._request.sampling_params.n) if index not in self._ended]
+        self.cut_short = RequestOutput(
+            self.request_id,
+            self._request.prompt,
+            self.prompt_token_ids,
+            tuple(CompletionOutput(index, finish_reason=FinishReason.DEADLINE) for index in open_answers),
+            finished=True,
+            usage=self._usage,
+        )
+        self.put(self.cut_short)
 
     def fail(self, error: EngineError) -> None:
         """End the stream with an error; what was put before is still delivered."""

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from pagestream.engine import DeadlineExceeded, Fault, FinishReason, Overloaded, SamplingParams, fold
+from pagestream.engine.async_llm_engine import DEADLINE_GRACE_S
 from tests.engine.test_async_engine import GREEDY, LONG, running, until_idle, whole
 
 
@@ -85,4 +86,55 @@ async def test_time_spent_on_the_way_in_counts(tiny_llama):
         with pytest.raises(DeadlineExceeded):
             await engine.add_requests("late", ["the"], GREEDY, timeout_s=0.05)
         await asyncio.sleep(0)
+        await until_idle(engine)
+
+
+@pytest.mark.parametrize("kind", ["slow", "hang"])
+async def test_nobody_waits_for_a_stuck_step_beyond_his_deadline(tiny_llama, kind):
+    stuck_s, timeout_s = 2.0, 0.3
+    async with running(tiny_llama, max_num_seqs=6) as engine:
+        (alone,) = await engine.add_requests("alone", ["a"], GREEDY)
+        undisturbed = await whole(alone)
+        told = {}
+
+        def note(outputs):
+            for output in outputs:
+                told.setdefault(output.request_id, []).append(output)
+
+        engine.on_outputs = note
+        (neighbour,) = await engine.add_requests("neighbour", ["a"], GREEDY)
+        begun_s = time.monotonic()
+        fault = Fault(kind, at_token=3, seconds=stuck_s)
+        (guilty,) = await engine.add_requests("guilty", ["the"], LONG, timeout_s=timeout_s, fault=fault)
+        both = SamplingParams(temperature=1, seed=2, n=2, max_tokens=300, ignore_eos=True)
+        (other,) = await engine.add_requests("other", [[9] * 20], both, timeout_s=timeout_s)
+        (queued,) = await engine.add_requests("queued", ["the"], both, timeout_s=timeout_s)
+        (behind,) = await engine.add_requests("behind", ["the"], both, timeout_s=timeout_s)
+        ended = await asyncio.gather(*map(folded, (guilty, other, queued, behind)))
+        assert time.monotonic() - begun_s < timeout_s + DEADLINE_GRACE_S + 0.5 < stuck_s
+        assert engine.stalled_s > 0, "the step goes on"
+        for output in ended:
+            assert all(answer.finish_reason is FinishReason.DEADLINE for answer in output.outputs)
+            assert output.finished
+            assert output.usage.num_output_tokens == sum(len(answer.token_ids) for answer in output.outputs)
+        assert [len(output.outputs) for output in ended] == [1, 2, 2, 2]
+        assert len(ended[0].outputs[0].token_ids) == 3
+        assert await whole(neighbour) == undisturbed
+        assert time.monotonic() - begun_s > stuck_s
+        await until_idle(engine)
+        assert not engine._streams
+        for output in ended:  # whoever keeps a record has heard what the reader has
+            assert fold(told[output.request_id]).outputs == output.outputs
+            assert sum(each.finished for each in told[output.request_id]) == 1
+
+
+async def test_a_prompt_is_not_tokenized_beyond_its_deadline(tiny_llama):
+    async with running(tiny_llama) as engine:
+        tokenizer = engine._engine.intake.tokenizer
+        engine._engine.intake.tokenizer = type("Slow", (), {"encode": staticmethod(lambda *_: time.sleep(1.0))})()
+        begun_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await engine.add_requests("late", ["the"], GREEDY, timeout_s=0.1)
+        assert time.monotonic() - begun_s < 0.6
+        engine._engine.intake.tokenizer = tokenizer
         await until_idle(engine)
