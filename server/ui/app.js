@@ -8,6 +8,7 @@ import { Playground } from "./playground.js";
 
 const VIEWS = ["playground", "live"];
 let live = null;
+let playground = null;
 
 function showView() {
   const wanted = location.hash.slice(1);
@@ -34,8 +35,12 @@ function askForKey(error) {
   return true;
 }
 
-async function loadModels() {
+/** All that a key is needed for. */
+async function load() {
   const { data } = await (await call("v1/models")).json();
+  playground ??= new Playground({
+    model: () => $("model").value, parameters: new Parameters(await (await call("v1/parameters")).json()), onRefused: askForKey,
+  });
   $("model").replaceChildren(...data.map((each) => make("option", { value: each.id }, each.id)));
   $("sign-out").hidden = !signedInKey();
   showView();
@@ -45,7 +50,7 @@ async function signIn(event) {
   event.preventDefault();
   keepKey($("key").value);
   try {
-    await loadModels();
+    await load();
     $("key").value = "";
     $("sign-in").close();
     $("prompt").focus();
@@ -75,8 +80,6 @@ async function start() {
     setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
   });
   if (matchMedia("(max-width: 900px)").matches) $("parameters-box").open = false;
-  const parameters = new Parameters(await (await call("openapi.json")).json());
-  new Playground({ model: () => $("model").value, parameters, onRefused: askForKey });
   live = new LiveView({ onRefused: askForKey });
   addEventListener("hashchange", showView);
   document.addEventListener("visibilitychange", showView);
@@ -87,7 +90,7 @@ async function start() {
     location.reload();
   });
   try {
-    await loadModels();
+    await load();
   } catch (error) {
     if (!askForKey(error)) $("status").textContent = error.message;
     showView();

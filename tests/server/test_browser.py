@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,7 +76,12 @@ def visit(browser: Any, live: Live) -> Iterator[Visit]:
     assert visit.strangers == []
 
 
+def open_all_groups(page: Any) -> None:
+    page.evaluate("() => document.querySelectorAll('.group').forEach((group) => (group.open = true))")
+
+
 def say(page: Any, text: str, **parameters: int) -> None:
+    open_all_groups(page)
     for name, value in parameters.items():
         page.fill(f"#parameter-{name}", str(value))
     page.fill("#prompt", text)
@@ -118,11 +125,80 @@ def test_a_completion_goes_on_from_its_text(visit: Visit):
     assert page.inner_text(".said") == "Once upon a time"
 
 
+def test_the_fields_have_the_ranges_that_the_server_tells_and_are_those_of_the_kind(visit: Visit, live: Live):
+    page = visit.page
+    open_all_groups(page)
+    fields = live.client.get("/v1/parameters").json()["endpoints"]["/v1/completions"]["fields"]
+    for name in ("temperature", "n", "best_of", "length_penalty", "presence_penalty"):
+        shape = fields[name]["anyOf"][0]
+        field = page.locator(f"#parameter-{name}")
+        assert (float(field.get_attribute("min")), float(field.get_attribute("max"))) == (shape["minimum"], shape["maximum"])
+    assert page.locator("#parameter-early_stopping option").all_inner_texts() == ["true", "false", "never"]
+    assert not page.is_visible("#parameter-best_of"), "chat has none"
+    page.check("[name=kind][value=completion]", force=True)
+    assert page.is_visible("#parameter-best_of")
+
+
+def test_beams_stand_as_a_tree_whose_ways_are_the_answers_best_first(visit: Visit, live: Live):
+    page = visit.page
+    page.check("[name=kind][value=completion]", force=True)
+    open_all_groups(page)
+    page.check("#parameter-use_beam_search")
+    assert page.input_value("#parameter-temperature") == "0"
+    page.fill("#parameter-n", "3")
+    page.fill("#parameter-max_tokens", "8")
+    page.fill("#prompt", "Once upon a time")
+    page.click("#send")
+    page.wait_for_selector(".exchange:not(.is-running)")
+    # From each end up to the root: the texts on the way are the answer's.
+    ways = page.evaluate(
+        """() => [...document.querySelectorAll(".leaf")].map((leaf) => {
+            const texts = [];
+            for (let node = leaf.closest(".node"); node; node = node.parentElement.closest(".node"))
+                texts.unshift([...node.querySelector(".run").children].map((token) => token.textContent).join(""));
+            return [Number(leaf.querySelector(".rank").textContent), texts.join("")];
+        })"""
+    )
+    body = {"prompt": "Once upon a time", "use_beam_search": True, "n": 3, "max_tokens": 8, "temperature": 0, "logprobs": 5}
+    answers = live.complete(**body).json()["choices"]
+    assert sorted(ways) == [[rank, "".join(answer["logprobs"]["tokens"])] for rank, answer in enumerate(answers, 1)]
+    assert page.locator(".node").count() > 1
+    page.click(".leaf >> nth=0")
+    assert page.locator(".leaf[aria-pressed=true]").count() == 1
+    assert 0 < page.locator(".node.is-aside").count() < page.locator(".node").count()
+    page.hover(".run >> nth=-1 >> .token >> nth=0")
+    assert page.locator("#hint .hint-row").count() >= 5
+    page.uncheck("#parameter-use_beam_search")
+    assert page.input_value("#parameter-temperature") == "1"
+
+
+def test_a_request_can_be_copied_as_python_that_gives_the_same_answer(browser: Any, visit: Visit, live: Live):
+    page = visit.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.check("[name=kind][value=completion]", force=True)
+    open_all_groups(page)
+    for name, value in {"max_tokens": 8, "temperature": 0, "n": 2, "best_of": 3, "min_tokens": 8}.items():
+        page.fill(f"#parameter-{name}", str(value))
+    page.fill("#prompt", "It's \"quoted\"")
+    page.click("#copy-python")
+    page.wait_for_function("() => document.getElementById('status').textContent.startsWith('Copied')")
+    program = page.evaluate("() => navigator.clipboard.readText()")
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    body = {"prompt": 'It\'s "quoted"', "max_tokens": 8, "temperature": 0, "n": 2, "best_of": 3, "min_tokens": 8}
+    assert said == "\n---\n".join(choice["text"] for choice in live.complete(**body).json()["choices"]) + "\n"
+    page.click("#copy-curl")
+    page.wait_for_function("() => document.getElementById('status').textContent.includes('curl')")
+    command = page.evaluate("() => navigator.clipboard.readText()")
+    streamed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert streamed.rstrip().endswith("data: [DONE]")
+
+
 def test_stop_ends_the_request_in_the_engine(browser: Any, start):
     slow = start({"step_s": 0.02, "context": 8000})
     visit = Visit(browser, slow.url)
     page = visit.page
     page.wait_for_selector("#model option", state="attached")
+    open_all_groups(page)
     page.check("#parameter-ignore_eos")
     say(page, "Hello", max_tokens=5000)
     page.wait_for_function("() => document.querySelector('.answer-text').textContent.length > 20")
