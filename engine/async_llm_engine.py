@@ -87,6 +87,11 @@ class AsyncLLMEngine:
         return self._built.kv_summary
 
     @property
+    def cache_facts(self) -> dict[str, str]:
+        """How the KV cache was set up."""
+        return self._built.cache_facts
+
+    @property
     def is_ready(self) -> bool:
         return self._loop_task is not None and self._death is None and not self._admission.is_draining
 

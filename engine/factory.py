@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,6 +56,7 @@ class BuiltEngine:
     kv_summary: str
     dtype: torch.dtype  # of the weights, a quantised file's once unpacked
     kv_bytes_per_token: int
+    cache_facts: dict[str, str] = field(default_factory=dict)  # how the cache was set up, for those who watch
 
 
 def build_engine(config: EngineConfig, listener: EngineListener | None = None) -> BuiltEngine:
@@ -121,8 +122,22 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
             f"{num_tokens / max_model_len:.1f} requests of full length ({max_model_len:,} tokens)"
         ),
         dtype=checkpoint.dtype,
+        cache_facts=cache_facts(config, str(model.kv_dtype).removeprefix("torch."), num_blocks, num_swap_blocks),
         kv_bytes_per_token=bytes_per_block(shape, block_size, model.kv_dtype) // block_size,
     )
+
+
+def cache_facts(config: EngineConfig, dtype: str, num_blocks: int, num_swap_blocks: int) -> dict[str, str]:
+    """By the names that vLLM's `cache_config_info` has for them."""
+    cache = config.cache
+    return {
+        "block_size": str(cache.block_size),
+        "cache_dtype": dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+        "num_gpu_blocks": str(num_blocks),
+        "num_cpu_blocks": str(num_swap_blocks),
+    }
 
 
 def find_device(config: EngineConfig) -> torch.device:

@@ -77,8 +77,9 @@ class LiveTotals:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     schedule_s: float = 0.0
-    execute_s: float = 0.0
-    judge_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    detokenize_s: float = 0.0
 
     def add(self, plan: StepPlan, stats: StepStats) -> None:
         self.num_steps += 1
@@ -91,8 +92,9 @@ class LiveTotals:
         self.num_queried_tokens += stats.num_prefix_queried_tokens
         self.num_hit_tokens += stats.num_prefix_hit_tokens
         self.schedule_s += stats.schedule_s
-        self.execute_s += stats.execute_s
-        self.judge_s += stats.judge_s
+        self.forward_s += stats.forward_s
+        self.sample_s += stats.sample_s
+        self.detokenize_s += stats.detokenize_s
 
 
 @dataclass(frozen=True, slots=True)

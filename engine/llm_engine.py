@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from pagestream.engine.block_ages import BlockAges
 from pagestream.engine.core.errors import InvalidRequest
 from pagestream.engine.core.outputs import FinishReason, RequestOutput
 from pagestream.engine.core.request import Request
@@ -42,7 +43,11 @@ class LLMEngine:
         self.executor = executor
         self._outputs = outputs
         self._clock = clock
-        self.watch = RequestWatch(listener, clock, block_bytes)
+        ages = None
+        if listener is not None:
+            ages = BlockAges(scheduler.blocks.device.num_blocks, clock)
+            scheduler.blocks.device.observer = ages
+        self.watch = RequestWatch(listener, clock, block_bytes, ages)
         self.observer: Callable[[StepPlan, StepStats], None] | None = None  # told of each step, while somebody looks on
 
     @classmethod
@@ -121,22 +126,22 @@ class LLMEngine:
         times.scheduled()
         self._note_first_steps(plan)
         result = execute_isolated(self.executor, plan)
-        times.executed()
+        times.executed(result.forward_s)
         judgement = self._outputs.judge(plan, result)
+        times.judged()
         # Before the commit, which passes over who has ended: blocks of a row that failed were never filled, and nobody may find
         # them in the prefix cache.
         outputs = judgement.outputs + self._end_failed(judgement.failed)
         self.scheduler.commit(plan, judgement.verdicts)
-        times.judged()
-        stats = self.stats(times, plan.num_tokens)
+        times.committed()
+        stats = self.watch.step_stats(self.scheduler, times, plan.num_tokens, judgement.failed)
         if self.observer is not None:
             self.observer(plan, stats)
         return self.watch.step_done(outputs, stats)
 
-    def stats(self, times: StepTimes | None = None, num_tokens: int = 0) -> StepStats:
-        """The gauges of this moment; with `times`, also what the last step took."""
-        scheduler = self.scheduler
-        return self.watch.step_stats(scheduler, times, num_tokens)
+    def stats(self) -> StepStats:
+        """The gauges of this moment."""
+        return self.watch.step_stats(self.scheduler)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

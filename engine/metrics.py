@@ -19,6 +19,9 @@ class StepStats:
     num_used_blocks: int  # referenced by a running or waiting sequence; cached blocks that nobody holds are free
     num_blocks: int
     num_scheduled_tokens: int
+    num_waiting_preempted: int = 0  # of those that wait: had begun, gave way, and will be computed again
+    num_used_swap_blocks: int = 0
+    num_swap_blocks: int = 0
     num_preempted_recompute: int = 0
     num_preempted_swap: int = 0
     num_swapped_out_blocks: int = 0
@@ -27,9 +30,17 @@ class StepStats:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_recomputed_tokens: int = 0  # computed before, lost to a preemption
-    schedule_s: float = 0.0
-    execute_s: float = 0.0
-    judge_s: float = 0.0
+    num_failed: int = 0  # sequences that could not be computed or judged
+    num_corrupted: int = 0  # of them, those whose logits were no finite numbers
+    # Of every so many-th block, see BlockAges.
+    block_lifetimes_s: tuple[float, ...] = ()
+    block_idle_times_s: tuple[float, ...] = ()
+    block_reuse_gaps_s: tuple[float, ...] = ()
+    # The parts of the step; their sum is its time.
+    schedule_s: float = 0.0  # the decision before, and the commit after
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    detokenize_s: float = 0.0  # text, stop strings and verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,7 @@ class RequestStats:
     first_token_s: float | None
     finished_s: float
     num_preemptions: int = 0
+    max_answer_tokens: int = 0  # of the longest of the n answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +89,5 @@ class EngineListener(Protocol):
     def first_token(self, seconds_since_arrival: float) -> None: ...
     def tokens_emitted(self, num_tokens: int, seconds_since_last: float | None) -> None: ...  # None for a sequence's first
     def request_finished(self, stats: RequestStats) -> None: ...
+    def kernel_compiled(self) -> None: ...  # after the engine was ready: somebody's request has waited for it
     def request_rejected(self, reason: str) -> None: ...  # queue_full | queue_tokens | hopeless | draining | loading

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from pagestream.engine.block_ages import Ages, BlockAges
 from pagestream.engine.core.outputs import FinishReason, RequestOutput, Usage
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.scheduler import Scheduler, SchedulerCounters
+from pagestream.engine.core.step_plan import NOT_FINITE
 from pagestream.engine.core.timeline import RequestTimeline, Timeline
 from pagestream.engine.metrics import EngineListener, RequestInfo, RequestStats, StepStats
 
@@ -20,14 +22,14 @@ MAX_KEPT_S = 600.0
 
 
 class StepTimes:
-    """How long the parts of one step took, in seconds."""
+    """How long the parts of one step took, in seconds; together they are the step."""
 
-    __slots__ = ("_clock", "_last", "execute_s", "judge_s", "schedule_s")
+    __slots__ = ("_clock", "_last", "detokenize_s", "forward_s", "sample_s", "schedule_s")
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self._last = clock()
-        self.schedule_s = self.execute_s = self.judge_s = 0.0
+        self.schedule_s = self.forward_s = self.sample_s = self.detokenize_s = 0.0
 
     def _lap(self) -> float:
         now = self._clock()
@@ -37,11 +39,18 @@ class StepTimes:
     def scheduled(self) -> None:
         self.schedule_s = self._lap()
 
-    def executed(self) -> None:
-        self.execute_s = self._lap()
+    def executed(self, forward_s: float) -> None:
+        """`forward_s` is what the executor says of it; 0: it does not tell, and all of it counts as that."""
+        elapsed = self._lap()
+        self.forward_s = min(forward_s, elapsed) or elapsed
+        self.sample_s = elapsed - self.forward_s
 
     def judged(self) -> None:
-        self.judge_s = self._lap()
+        """Text, stop strings and verdicts."""
+        self.detokenize_s = self._lap()
+
+    def committed(self) -> None:
+        self.schedule_s += self._lap()
 
 
 @dataclass(slots=True)
@@ -54,7 +63,7 @@ class Edges:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)  # by the answer's index
-    num_emitted_tokens: int = 0
+    num_emitted_tokens: dict[int, int] = field(default_factory=dict)  # by the answer's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +75,9 @@ class Ended:
 class RequestWatch:
     """Tells the listener, if there is one, and whoever asks.  Of those that have ended, the latest are kept for some time."""
 
-    def __init__(self, listener: EngineListener | None, clock: Clock, block_bytes: int = 0):
+    def __init__(self, listener: EngineListener | None, clock: Clock, block_bytes: int = 0, ages: BlockAges | None = None):
         self._listener = listener
+        self._ages = ages
         self._clock = clock
         self._block_bytes = block_bytes
         self._open: dict[str, Edges] = {}
@@ -171,11 +181,17 @@ class RequestWatch:
                 first_token_s=edges.first_token_s,
                 finished_s=self._clock(),
                 num_preemptions=edges.counts.num_preemptions,
+                max_answer_tokens=max(edges.num_emitted_tokens.values(), default=0),
             )
         )
 
-    def step_stats(self, scheduler: Scheduler, times: StepTimes | None, num_tokens: int) -> StepStats:
-        blocks = scheduler.blocks.device
+    def step_stats(
+        self, scheduler: Scheduler, times: StepTimes | None = None, num_tokens: int = 0, failed: Mapping[int, str] | None = None
+    ) -> StepStats:
+        """The gauges of this moment; with `times` also what the last step did, `failed` being its rows that failed."""
+        blocks, host = scheduler.blocks.device, scheduler.blocks.host
+        ages = self._ages.news() if self._ages is not None and times is not None else Ages()
+        reasons = (failed or {}).values()
         new = scheduler.counters
         old = self._told
         stats = StepStats(
@@ -184,7 +200,16 @@ class RequestWatch:
             num_swapped=len(scheduler.swapped),
             num_used_blocks=blocks.num_blocks - blocks.num_free,
             num_blocks=blocks.num_blocks,
+            # The queue may be long: counted where a gauge is asked for, not in every step.
+            num_waiting_preempted=0 if times else sum(group.timeline.num_preemptions > 0 for group in scheduler.waiting),
+            num_used_swap_blocks=host.num_blocks - host.num_free,
+            num_swap_blocks=host.num_blocks,
             num_scheduled_tokens=num_tokens,
+            num_failed=len(reasons),
+            num_corrupted=sum(reason == NOT_FINITE for reason in reasons),
+            block_lifetimes_s=tuple(ages.lifetime_s),
+            block_idle_times_s=tuple(ages.idle_s),
+            block_reuse_gaps_s=tuple(ages.reuse_gap_s),
             num_preempted_recompute=new.num_preempted_recompute - old.num_preempted_recompute,
             num_preempted_swap=new.num_preempted_swap - old.num_preempted_swap,
             num_swapped_out_blocks=new.num_swapped_out_blocks - old.num_swapped_out_blocks,
@@ -194,8 +219,9 @@ class RequestWatch:
             num_prefix_hit_tokens=new.num_prefix_hit_tokens - old.num_prefix_hit_tokens,
             num_recomputed_tokens=new.num_recomputed_tokens - old.num_recomputed_tokens,
             schedule_s=times.schedule_s if times else 0.0,
-            execute_s=times.execute_s if times else 0.0,
-            judge_s=times.judge_s if times else 0.0,
+            forward_s=times.forward_s if times else 0.0,
+            sample_s=times.sample_s if times else 0.0,
+            detokenize_s=times.detokenize_s if times else 0.0,
         )
         if times is not None:
             self._told = new.copy()
@@ -216,10 +242,10 @@ class RequestWatch:
                 last = edges.last_token_s.get(answer.index)
                 if self._listener is not None:
                     self._listener.tokens_emitted(len(answer.token_ids), None if last is None else now - last)
-                edges.num_emitted_tokens += len(answer.token_ids)
+                edges.num_emitted_tokens[answer.index] = edges.num_emitted_tokens.get(answer.index, 0) + len(answer.token_ids)
                 edges.last_token_s[answer.index] = now
         if output.finished and self._listener is not None:
             # Of answers that were generated and not returned; so the sum is that of all usages.
-            num_unseen = output.usage.num_output_tokens - edges.num_emitted_tokens
+            num_unseen = output.usage.num_output_tokens - sum(edges.num_emitted_tokens.values())
             if num_unseen > 0:
                 self._listener.tokens_emitted(num_unseen, None)

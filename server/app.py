@@ -62,7 +62,7 @@ def create_app(
         watchdog.start()
         if journal is not None:
             engine.on_outputs = journal.outputs
-            restorer = Restorer(journal, engine, settings, app.state.shared_answers)
+            restorer = Restorer(journal, engine, settings, app.state.shared_answers, metrics)
             app.state.shared_answers.find_earlier = restorer.find
             await restorer.resume_unfinished()
         try:

@@ -15,11 +15,13 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
+    Summary,
     generate_latest,
 )
 from prometheus_client.metrics import MetricWrapperBase
 
 from pagestream.engine import FinishReason, RequestStats, StepStats
+from pagestream.server.metric_names import OldNames, declare_absent
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -34,8 +36,11 @@ REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240
 NUM_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 NUM_ANSWERS = (1, 2, 5, 10, 20)
+AGE_S = (.001, .005, .01, .05, .1, .5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+HTTP_S = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 STEP_S = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
 # fmt: on
+STEP_PARTS = ("schedule", "forward", "sample", "detokenize")
 
 
 class Metrics:
@@ -47,36 +52,36 @@ class Metrics:
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._families: dict[str, MetricWrapperBase] = {}
         self._engine: AsyncLLMEngine | None = None
         self.tracing: Tracing | None = None  # told of each request's end
         self._make_gauges()
         self._make_counters()
         self._make_histograms()
-        http = ("handler", "method", "status")
-        self.http_requests = Counter("http_requests", "HTTP requests by route and status.", http, registry=self.registry)
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Until the response's end.",
-            http[:2],
-            registry=self.registry,
-            buckets=(0.01, 0.1, 0.5, 1, 5, 20, 60, 300),
-        )
+        self._make_http()
+        declare_absent(self.registry, self._labels)
+        self.registry.register(OldNames(self._families))
 
     def watch(self, engine: AsyncLLMEngine) -> None:
         """From here on the gauges are this engine's."""
         self._engine = engine
+        facts = engine.cache_facts
+        names = (*self._labels, *facts)
+        config = Gauge("vllm:cache_config_info", "How the KV cache was set up; always 1.", names, registry=self.registry)
+        config.labels(**self._labels, **facts).set(1)
 
-    def _labelled(self, metric: Metric) -> Metric:
-        return metric.labels(**self._labels)
+    def _labelled(self, name: str, family: Metric) -> Metric:
+        self._families[name] = family
+        return family.labels(**self._labels)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return self._labelled(Gauge(name, text, self._labels, registry=self.registry))
+        return self._labelled(name, Gauge(name, text, self._labels, registry=self.registry))
 
     def _counter(self, name: str, text: str) -> Counter:
-        return self._labelled(Counter(name, text, self._labels, registry=self.registry))
+        return self._labelled(name, Counter(name, text, self._labels, registry=self.registry))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._labelled(Histogram(name, text, self._labels, registry=self.registry, buckets=buckets))
+        return self._labelled(name, Histogram(name, text, self._labels, registry=self.registry, buckets=buckets))
 
     def _counters_by(self, label: str, name: str, text: str, values: list[str]) -> dict[str, Counter]:
         """One child for each value, there from the start, so that a rate over the first event is right."""
@@ -90,6 +95,13 @@ class Metrics:
         self.kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is full.")
         self.num_blocks = self._gauge("pagestream:kv_blocks", "KV blocks of the pool.")
         self.num_used_blocks = self._gauge("pagestream:kv_blocks_used", "KV blocks that somebody holds.")
+        self.num_swap_blocks = self._gauge("pagestream:swap_blocks", "Blocks of the swap pool.")
+        self.num_used_swap_blocks = self._gauge("pagestream:swap_blocks_used", "Blocks of the swap pool that somebody holds.")
+        self.swap_usage = self._gauge("vllm:cpu_cache_usage_perc", "Share of the swap pool in use; 1 is full.")
+        waiting = Gauge(
+            "vllm:num_requests_waiting_by_reason", "Those that wait, by what for.", (*self._labels, "reason"), registry=self.registry
+        )
+        self.num_waiting_by = {reason: waiting.labels(**self._labels, reason=reason) for reason in ("capacity", "preempted")}
         self.stalled_s = self._gauge("pagestream:stalled_seconds", "How long no step has ended though there is work.")
 
     def _make_counters(self) -> None:
@@ -100,6 +112,18 @@ class Metrics:
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Tokens found there.")
+        sources = ["local_compute", "local_cache_hit"]
+        self.prompt_tokens_by_source = self._counters_by(
+            "source", "vllm:prompt_tokens_by_source", "Prompt tokens, by where their keys and values came from.", sources
+        )
+        self.corrupted = self._counter("vllm:corrupted_requests", "Sequences whose logits were no finite numbers.")
+        self.failed_sequences = self._counter("pagestream:failed_sequences", "Sequences that a step could not compute or judge.")
+        self.compilations = self._counter(
+            "pagestream:kernel_compilations_after_ready", "Kernels compiled while requests were waiting for them."
+        )
+        self.resumptions = self._counters_by(
+            "cause", "pagestream:resumptions", "Streams taken up again, by what had cut them off.", ["reader", "restart"]
+        )
         self.copied_blocks = self._counter("pagestream:copied_blocks", "KV blocks copied on write.")
         reasons = [reason.value for reason in FinishReason]
         self.finished = self._counters_by(
@@ -138,17 +162,54 @@ class Metrics:
         self.request_n = self._histogram("vllm:request_params_n", "n of a request.", NUM_ANSWERS)
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request.", NUM_TOKENS)
         self.step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", STEP_TOKENS)
+        self.longest_answer = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest answer.", NUM_TOKENS
+        )
+        # Of every so many-th block: see the engine's BlockAges.
+        self.block_lifetime_s = self._histogram(
+            "vllm:kv_block_lifetime_seconds", "Of a cached block, until it was given to somebody else.", AGE_S
+        )
+        self.block_idle_s = self._histogram(
+            "vllm:kv_block_idle_before_evict_seconds", "Of the same blocks, since nobody held them.", AGE_S
+        )
+        self.block_reuse_gap_s = self._histogram(
+            "vllm:kv_block_reuse_gap_seconds", "How long a cached block lay idle until it was found again.", AGE_S
+        )
         family = Histogram(
             "pagestream:step_seconds", "One step, by part.", (*self._labels, "part"), registry=self.registry, buckets=STEP_S
         )
-        self.step_s = {part: family.labels(**self._labels, part=part) for part in ("schedule", "execute", "judge")}
+        self.step_s = {part: family.labels(**self._labels, part=part) for part in STEP_PARTS}
+
+    def _make_http(self) -> None:
+        http = ("handler", "method", "status")
+        self.http_requests = Counter("http_requests", "HTTP requests by route and status.", http, registry=self.registry)
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Until the response's end.",
+            http[:2],
+            registry=self.registry,
+            buckets=(0.01, 0.1, 0.5, 1, 5, 20, 60, 300),
+        )
+        self.http_fine_seconds = Histogram(
+            "http_request_duration_highr_seconds", "The same of all routes together, finer.", registry=self.registry, buckets=HTTP_S
+        )
+        self.http_request_bytes = Summary("http_request_size_bytes", "Bodies of requests.", http[:1], registry=self.registry)
+        self.http_response_bytes = Summary("http_response_size_bytes", "Bodies of responses.", http[:1], registry=self.registry)
 
     # EngineListener
 
     def step_done(self, stats: StepStats) -> None:
         self.step_tokens.observe(stats.num_scheduled_tokens)
-        for part, seconds in (("schedule", stats.schedule_s), ("execute", stats.execute_s), ("judge", stats.judge_s)):
+        times = (stats.schedule_s, stats.forward_s, stats.sample_s, stats.detokenize_s)
+        for part, seconds in zip(STEP_PARTS, times, strict=True):
             self.step_s[part].observe(seconds)
+        for histogram, ages in (
+            (self.block_lifetime_s, stats.block_lifetimes_s),
+            (self.block_idle_s, stats.block_idle_times_s),
+            (self.block_reuse_gap_s, stats.block_reuse_gaps_s),
+        ):
+            for age_s in ages:
+                histogram.observe(age_s)
         for mode, count in (("recompute", stats.num_preempted_recompute), ("swap", stats.num_preempted_swap)):
             if count:
                 self.preemptions.inc(count)
@@ -160,6 +221,8 @@ class Metrics:
             (self.prefix_queries, stats.num_prefix_queried_tokens),
             (self.prefix_hits, stats.num_prefix_hit_tokens),
             (self.recomputed_tokens, stats.num_recomputed_tokens),
+            (self.failed_sequences, stats.num_failed),
+            (self.corrupted, stats.num_corrupted),
         ):
             if count:
                 counter.inc(count)
@@ -167,6 +230,8 @@ class Metrics:
     def prompt_computed(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_tokens_cached.inc(num_cached_tokens)
+        self.prompt_tokens_by_source["local_compute"].inc(num_prompt_tokens - num_cached_tokens)
+        self.prompt_tokens_by_source["local_cache_hit"].inc(num_cached_tokens)
         self.computed_prompt_tokens.observe(num_prompt_tokens - num_cached_tokens)
 
     def first_token(self, seconds_since_arrival: float) -> None:
@@ -184,6 +249,7 @@ class Metrics:
         self.e2e_s.observe(stats.finished_s - stats.arrival_s)
         self.request_prompt_tokens.observe(stats.num_prompt_tokens)
         self.request_generation_tokens.observe(stats.num_output_tokens)
+        self.longest_answer.observe(stats.max_answer_tokens)
         self.request_n.observe(stats.n)
         self.request_max_tokens.observe(stats.max_tokens)
         if stats.scheduled_s is None:
@@ -202,11 +268,19 @@ class Metrics:
     def request_rejected(self, reason: str) -> None:
         self.rejections[reason].inc()
 
+    def kernel_compiled(self) -> None:
+        self.compilations.inc()
+
     # HTTP
 
-    def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
+    def http_request(
+        self, handler: str, method: str, status: int, seconds: float, request_bytes: int = 0, response_bytes: int = 0
+    ) -> None:
         self.http_requests.labels(handler, method, str(status)).inc()
         self.http_seconds.labels(handler, method).observe(seconds)
+        self.http_fine_seconds.observe(seconds)
+        self.http_request_bytes.labels(handler).observe(request_bytes)
+        self.http_response_bytes.labels(handler).observe(response_bytes)
 
     def exposition(self) -> bytes:
         """All of it as Prometheus reads it, with the gauges of this moment."""
@@ -215,6 +289,11 @@ class Metrics:
             self.num_running.set(now.num_running)
             self.num_waiting.set(now.num_waiting)
             self.num_swapped.set(now.num_swapped)
+            self.num_waiting_by["capacity"].set(now.num_waiting - now.num_waiting_preempted)
+            self.num_waiting_by["preempted"].set(now.num_waiting_preempted)
+            self.num_swap_blocks.set(now.num_swap_blocks)
+            self.num_used_swap_blocks.set(now.num_used_swap_blocks)
+            self.swap_usage.set(now.num_used_swap_blocks / now.num_swap_blocks if now.num_swap_blocks else 0.0)
             self.num_blocks.set(now.num_blocks)
             self.num_used_blocks.set(now.num_used_blocks)
             self.stalled_s.set(self._engine.stalled_s)

@@ -38,13 +38,15 @@ class RequestContext:
             await self.app(scope, receive, send)
             return
         request_id = client_request_id(scope) or uuid.uuid4().hex
-        status, start_s = CLIENT_LEFT, time.monotonic()
+        status, start_s, num_sent_bytes = CLIENT_LEFT, time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, num_sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            else:
+                num_sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -56,13 +58,13 @@ class RequestContext:
             if status == CLIENT_LEFT:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
-            self.finish(scope, request_id, status, time.monotonic() - start_s)
+            self.finish(scope, request_id, status, time.monotonic() - start_s, num_sent_bytes)
 
-    def finish(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    def finish(self, scope: Scope, request_id: str, status: int, seconds: float, num_sent_bytes: int) -> None:
         # Only names of our own: what a client invents must not become a label.
         handler = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in METHODS else "other"
-        self.metrics.http_request(handler, method, status, seconds)
+        self.metrics.http_request(handler, method, status, seconds, body_bytes(scope), num_sent_bytes)
         answer_id = scope.get("state", {}).get("answer_id", "-")
         level = logging.DEBUG if method == "GET" and status < 400 else logging.INFO
         edge = {
@@ -79,6 +81,14 @@ def client_request_id(scope: Scope) -> str | None:
             text = value.decode("latin-1")
             return text if REQUEST_ID.fullmatch(text) else None
     return None
+
+
+def body_bytes(scope: Scope) -> int:
+    """Of the request, as its header says; 0 where it says nothing, or nothing that can be."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() and len(value) < 16 else 0
+    return 0
 
 
 def own_path(scope: Scope) -> str:

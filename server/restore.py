@@ -14,6 +14,7 @@ from pagestream.server.chat import prepare
 from pagestream.server.completions import CompletionAnswer
 from pagestream.server.generation import admit
 from pagestream.server.journal import Journal, JournalledAnswer, JournalledRequest
+from pagestream.server.metrics import Metrics
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswer, SharedAnswers
@@ -29,7 +30,10 @@ LEAST_TIMEOUT_S = 0.001  # of a deadline that has passed meanwhile: the answer e
 class Restorer:
     """Brings answers of the journal back among the shared ones."""
 
-    def __init__(self, journal: Journal, engine: AsyncLLMEngine, settings: ServerSettings, answers: SharedAnswers):
+    def __init__(
+        self, journal: Journal, engine: AsyncLLMEngine, settings: ServerSettings, answers: SharedAnswers, metrics: Metrics
+    ):
+        self._metrics = metrics
         self._journal = journal
         self._engine = engine
         self._settings = settings
@@ -60,6 +64,7 @@ class Restorer:
         param = "messages"
         if isinstance(answer.request, CompletionRequest):
             prompts, param = list(answer.request.prompt), "prompt"  # with its text, which may have to be echoed
+        self._metrics.resumptions["restart"].inc()
         return self._answers.begin(answer, lambda: admit(self._engine, answer, prompts, param, self._journal, begun), None)
 
 

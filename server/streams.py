@@ -8,6 +8,7 @@ from fastapi import Header, Request, Response
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.errors import HttpError
+from pagestream.server.metrics import Metrics
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswers, SharedStream, position_of
 
@@ -39,4 +40,6 @@ async def get_stream(
     if shared.is_done and shared.is_end(position):
         shared.detach()
         return Response(status_code=204)  # tells a browser not to come back
+    metrics: Metrics = http.app.state.metrics
+    metrics.resumptions["reader"].inc()
     return SharedStream(shared, settings, position=position)

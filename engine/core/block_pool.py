@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Protocol
 
 from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
 
@@ -19,6 +20,14 @@ class Block:
         self.prefix_hash: bytes | None = None  # set only when the block is full and computed
 
 
+class BlockObserver(Protocol):
+    """Told of a pool's moves; must return quickly and never raise."""
+
+    def taken(self, block_id: int, was_known: bool) -> None: ...  # for new content; was_known: the old could have been found
+    def found_again(self, block_id: int) -> None: ...  # by its hash, and nobody held it
+    def left(self, block_id: int) -> None: ...  # by the last who held it
+
+
 class BlockPool:
     """A block is free or referenced, never both; only this class moves it.
 
@@ -30,6 +39,7 @@ class BlockPool:
         # In the order of giving away: blocks of no known content first, then the least recently used.
         self._free: OrderedDict[int, Block] = OrderedDict((block.block_id, block) for block in self.blocks)
         self._by_hash: dict[bytes, Block] = {}
+        self.observer: BlockObserver | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -53,6 +63,8 @@ class BlockPool:
         if not self._free:
             raise OutOfBlocks
         _, block = self._free.popitem(last=False)
+        if self.observer is not None:
+            self.observer.taken(block.block_id, block.prefix_hash is not None)
         self.withdraw(block)
         block.ref_count = 1
         return block
@@ -67,6 +79,8 @@ class BlockPool:
         """One more reference, also to a free block whose content is known."""
         if block.ref_count == 0:
             del self._free[block.block_id]
+            if self.observer is not None:
+                self.observer.found_again(block.block_id)
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
@@ -78,6 +92,8 @@ class BlockPool:
             self._free[block.block_id] = block
             if block.prefix_hash is None:
                 self._free.move_to_end(block.block_id, last=False)
+            if self.observer is not None:
+                self.observer.left(block.block_id)
 
     def publish(self, block: Block, prefix_hash: bytes) -> None:
         """Make a full and computed block findable.  Where another block holds the same prefix, that one stays the known one."""

@@ -100,6 +100,9 @@ class SampledTokens:
     cumulative_logprob: float = 0.0  # of these tokens; only where the request ranks its answers
 
 
+NOT_FINITE = "the model's logits are not finite numbers"  # why a row failed: numbers went wrong, nothing was raised
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
@@ -108,3 +111,4 @@ class StepResult:
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)  # a beam's seq_id -> its likeliest next tokens
     failed: dict[int, str] = field(default_factory=dict)  # row's seq_id -> why; found guilty by itself (NaN logits)
     pooled: dict[int, tuple[int, ...]] = field(default_factory=dict)  # seq_id -> sum of its pooled hidden states, in fixed point
+    forward_s: float = field(default=0.0, compare=False)  # until the logits were there; what is left of the time is sampling

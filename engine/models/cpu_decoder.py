@@ -14,6 +14,7 @@ from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, plain
 from pagestream.engine.models.cpu_linear import held
+from pagestream.engine.models.progress import shown
 from pagestream.kernels.cpu.ops import CpuOps, DecoderLayer, DecoderOp, DecoderSizes, GgufBlocks, PackedLinear
 
 KV_DTYPES = (torch.float32, torch.bfloat16)
@@ -71,7 +72,7 @@ class CpuDecoder:
                 k_norm=layer.k_norm,
                 window=window,
             )
-            for layer, window in zip(weights.layers, spec.windows, strict=True)
+            for layer, window in shown(list(zip(weights.layers, spec.windows, strict=True)), "packing", "layer")
         ]
         tied = weights.head is weights.embedding
         self.head = make(weights.head)

@@ -27,6 +27,7 @@ from pagestream.engine.models.decoder_config import (
 )
 from pagestream.engine.models.gguf_config import gguf_config
 from pagestream.engine.models.gguf_file import GgufFile
+from pagestream.engine.models.progress import shown
 from pagestream.engine.models.sources import ModelFiles, find_model
 from pagestream.engine.models.tensor_source import (
     FLOATS,
@@ -37,8 +38,6 @@ from pagestream.engine.models.tensor_source import (
     read_json,
 )
 from pagestream.kernels.cpu.ops import GgufBlocks
-
-PROGRESS_AFTER_S = 1.0  # a bar for what takes less would only flicker
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +183,9 @@ class WeightBuilder:
         self.num_parameters = 0
 
     def build(self) -> DecoderWeights:
-        from tqdm import tqdm
-
         spec = self.spec
         embedding = self.embedding()
-        numbers = tqdm(range(spec.num_layers), desc="weights", unit="layer", delay=PROGRESS_AFTER_S, disable=None, leave=False)
-        layers = [self.layer(f"model.layers.{number}.") for number in numbers]
+        layers = [self.layer(f"model.layers.{number}.") for number in shown(range(spec.num_layers), "weights", "layer")]
         final_norm = self.one("model.norm.weight", spec.hidden_size)
         return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=self.head(embedding))
 

@@ -8,6 +8,7 @@ from pagestream.engine.core.step_plan import StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.models.base import CausalLM
 from pagestream.engine.runner.batch import Batch, build_batch
 from pagestream.engine.runner.fault_injection import FaultInjector
+from pagestream.engine.runner.forward_timer import ForwardTimer
 from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.runner.pooling import pooled_sums
 from pagestream.engine.sampling.logprobs import prompt_logprobs
@@ -38,6 +39,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        timer = ForwardTimer(self._device)
         self._cache.swap_out(plan.swap_out)
         self._cache.swap_in(plan.swap_in)
         self._cache.copy(plan.copies)
@@ -51,13 +53,16 @@ class ModelRunner:
         scored = self._score_prompts(batch, hidden)
         sums = pooled_sums(hidden, batch.pooled)
         if not batch.sampling:
-            return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled)
+            timer.stop()
+            return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled, forward_s=timer.seconds())
         logits = self._model.logits(hidden[batch.sampling_rows])
+        timer.stop()
         if self._injector is not None:
             self._injector.strike("sample", batch.sampling)
             self._injector.spoil(logits, batch.sampling)
         drawn = self._sampler.sample(logits, batch.sampling)
-        return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, drawn.failed | sums.failed, sums.pooled)
+        failed = drawn.failed | sums.failed
+        return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
 
     def _meet(self, plan: StepPlan) -> None:
         for admitted in plan.admitted:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagestream.engine.core.errors import InvariantBroken
 from pagestream.engine.core.sampling_params import SamplingParams
-from pagestream.engine.core.step_plan import Admitted, Candidate, SampledTokens, ScheduledSequence
+from pagestream.engine.core.step_plan import NOT_FINITE, Admitted, Candidate, SampledTokens, ScheduledSequence
 from pagestream.engine.sampling.bad_words import BadWords
 from pagestream.engine.sampling.beam_candidates import beam_candidates
 from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
@@ -108,7 +108,7 @@ class Sampler:
             self.observe(row.seq_id, row.token_ids, row.start)
         params = [self._states[row.seq_id].params for row in rows]
         best = find_best(logits)
-        drawn = Drawn(failed={rows[index].seq_id: "the model's logits are not finite numbers" for index in best.not_finite})
+        drawn = Drawn(failed={rows[index].seq_id: NOT_FINITE for index in best.not_finite})
         drawn.failed.update({row.seq_id: fault for row in rows if (fault := self._states[row.seq_id].fault) is not None})
         scored = [index for index, one in enumerate(params) if wants_logprobs(one) and rows[index].seq_id not in drawn.failed]
         logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None

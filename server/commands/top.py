@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow", "bright_magenta", "bright_blue")
 ORDER = ("running", "swapped", "waiting")
 STATE_COLOURS = {"running": "green", "swapped": "magenta", "waiting": "yellow"}
+PARTS = ("schedule", "forward", "sample", "detokenize")
 MAX_CELLS = 1200  # more blocks than that are shown several to a cell
 
 
@@ -70,7 +71,7 @@ class Rates:
         sampled = engine["num_sampled_tokens"] - last["num_sampled_tokens"]
         self.tokens_per_s = sampled / passed_s
         self.prompt_tokens_per_s = max(0, engine["num_scheduled_tokens"] - last["num_scheduled_tokens"] - sampled) / passed_s
-        self.parts = {part: (engine[f"{part}_s"] - last[f"{part}_s"]) / num_steps for part in ("schedule", "execute", "judge")}
+        self.parts = {part: (engine[f"{part}_s"] - last[f"{part}_s"]) / num_steps for part in PARTS}
         self.step_s = sum(self.parts.values())
         self._last = dict(engine)
 

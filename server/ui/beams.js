@@ -27,8 +27,13 @@ export class BeamTree {
     this.note.textContent = `${this.width} beams are searched; they agree on ${count ? `the first ${count} tokens` : "nothing yet"}.`;
   }
 
-  /** All answers are there, the best first. */
-  grow() {
+  /** All answers are there, the best first; unless it ended early, for the reason given. */
+  end(why = "") {
+    if (why) this.note.textContent = why;
+    else this.#grow();
+  }
+
+  #grow() {
     const answers = this.answers.filter((tokens) => tokens?.length).map((tokens, rank) => ({ rank, tokens, logprob: sum(tokens) }));
     if (!answers.length) return;
     const best = Math.max(...answers.map((each) => each.logprob));

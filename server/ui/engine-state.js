@@ -2,6 +2,10 @@
 
 const HISTORY_S = 180;
 const MAX_ENDED = 40;
+const PARTS = ["schedule", "forward", "sample", "detokenize"]; // of a step
+
+/** A point's whole step, in seconds. */
+export const stepTime = (point) => PARTS.reduce((total, part) => total + point[part], 0);
 
 export class EngineState {
   constructor() {
@@ -12,6 +16,7 @@ export class EngineState {
     this.ended = []; // the latest first
     this.points = []; // one a second: what the charts show
     this.last = null; // totals and time of the latest point
+    this.firsts = []; // how long requests have waited for their first token, since the latest point
   }
 
   /** Take one event in. */
@@ -37,6 +42,11 @@ export class EngineState {
       const since = request.moves.length ? this.engine.now_s : change.arrival_s ?? this.engine.now_s;
       if (!request.moves.length && change.status !== "waiting") request.moves.push([since, "waiting"]);
       request.moves.push([request.moves.length ? this.engine.now_s : since, change.status]);
+    }
+    if (change.num_output_tokens > 0 && request.firstAfter_s === undefined) {
+      // Who had begun before this page looked has an age, but nobody here knows when its first token came.
+      request.firstAfter_s = isWhole ? null : this.engine.now_s - (change.arrival_s ?? request.arrival_s);
+      if (!isWhole) this.firsts.push(request.firstAfter_s);
     }
     const tables = change.tables;
     Object.assign(request, change);
@@ -69,7 +79,7 @@ export class EngineState {
 
   /** The latest point, or zeros. */
   get now() {
-    return this.points.at(-1) ?? { tokens: 0, prompt: 0, schedule: 0, execute: 0, judge: 0 };
+    return this.points.at(-1) ?? { tokens: 0, prompt: 0, first: 0, between: 0, schedule: 0, forward: 0, sample: 0, detokenize: 0 };
   }
 
   #measure() {
@@ -81,13 +91,15 @@ export class EngineState {
     const spent = now.now_s - before.now_s;
     const steps = Math.max(1, now.num_steps - before.num_steps);
     const sampled = now.num_sampled_tokens - before.num_sampled_tokens;
+    const firsts = this.firsts.splice(0);
     this.points.push({
       at: now.now_s,
+      // Between the first tokens of two requests, the last one's wait goes on to be shown.
+      first: firsts.length ? firsts.reduce((total, each) => total + each, 0) / firsts.length : this.now.first,
+      between: sampled ? spent / steps : 0,
       tokens: sampled / spent,
       prompt: Math.max(0, now.num_scheduled_tokens - before.num_scheduled_tokens - sampled) / spent,
-      schedule: (now.schedule_s - before.schedule_s) / steps,
-      execute: (now.execute_s - before.execute_s) / steps,
-      judge: (now.judge_s - before.judge_s) / steps,
+      ...Object.fromEntries(PARTS.map((part) => [part, (now[`${part}_s`] - before[`${part}_s`]) / steps])),
       usage: this.usage,
       running: this.count("running"), waiting: this.count("waiting"), swapped: this.count("swapped"),
     });

@@ -94,7 +94,7 @@ export class ExchangeView {
   end(why = "") {
     this.#count();
     this.element.classList.remove("is-running");
-    if (!why) this.tree?.grow();
+    this.tree?.end(why);
     for (const card of this.cards.values()) card.foot.textContent ||= why;
   }
 

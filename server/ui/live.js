@@ -2,7 +2,7 @@
 
 import { call, eventsOf } from "./api.js";
 import { Chart } from "./charts.js";
-import { EngineState } from "./engine-state.js";
+import { EngineState, stepTime } from "./engine-state.js";
 import { BlockGrid } from "./grid.js";
 import { $, colourOf, compact, isDark, make, seconds, whole } from "./parts.js";
 
@@ -29,11 +29,15 @@ export class LiveView {
         lines: [["generated", "accent", (point) => point.tokens], ["prompts", "amber", (point) => point.prompt]],
       }),
       new Chart($("charts"), {
-        title: "Step time", isStacked: true, write: (point) => milli(point.schedule + point.execute + point.judge),
+        title: "Step time", isStacked: true, write: (point) => milli(stepTime(point)),
         lines: [
-          ["execute", "accent", (point) => point.execute], ["judge", "violet", (point) => point.judge],
-          ["schedule", "amber", (point) => point.schedule],
+          ["forward", "accent", (point) => point.forward], ["sample", "blue", (point) => point.sample],
+          ["detokenize", "violet", (point) => point.detokenize], ["schedule", "amber", (point) => point.schedule],
         ],
+      }),
+      new Chart($("charts"), {
+        title: "Latency", write: (point) => `${seconds(point.first)} / ${seconds(point.between)}`,
+        lines: [["to the first token", "amber", (point) => point.first], ["between tokens", "accent", (point) => point.between]],
       }),
       new Chart($("charts"), {
         title: "KV cache in use", top: 1, write: (point) => `${Math.round(point.usage * 100)} %`,
@@ -107,6 +111,7 @@ export class LiveView {
     $("grid").dataset.free = engine.num_free;
     $("swap-box").hidden = !engine.num_swap_blocks;
     if (engine.num_swap_blocks) {
+      $("swap-title").textContent = `Swap pool: ${whole.format(engine.num_swap_blocks - engine.num_swap_free)} of ${whole.format(engine.num_swap_blocks)} blocks hold what was swapped out`;
       this.swapGrid.draw(swap, engine.num_swap_blocks, chosen);
       $("swap-grid").setAttribute("aria-label", `Map of ${engine.num_swap_blocks} swap blocks, ${engine.num_swap_free} of them free`);
     }
@@ -122,7 +127,7 @@ export class LiveView {
     const hits = engine.num_queried_tokens ? `${Math.round((100 * engine.num_hit_tokens) / engine.num_queried_tokens)} %` : "–";
     const tiles = [
       ["Running", state.count("running")], ["Waiting", state.count("waiting")], ["Swapped out", state.count("swapped")],
-      ["Tokens/s", compact.format(now.tokens)], ["Step", seconds(now.schedule + now.execute + now.judge)],
+      ["Tokens/s", compact.format(now.tokens)], ["Step", seconds(stepTime(now))],
       ["Blocks free", `${whole.format(engine.num_free)} of ${whole.format(engine.num_blocks)}`], ["Prefix hits", hits],
       ["Gave way", whole.format(engine.num_preempted)], ["Copies on write", whole.format(engine.num_copied_blocks)],
     ];
@@ -172,6 +177,7 @@ export class LiveView {
     const facts = [
       ["Id", request.request_id], ["Prompt", `${whole.format(request.num_prompt_tokens)} tokens, ${request.num_cached_tokens} from the cache`],
       ["Answer", `${whole.format(request.num_output_tokens)} of at most ${whole.format(request.max_tokens)} tokens`],
+      ["First token", request.firstAfter_s ? `after ${seconds(request.firstAfter_s)}` : request.num_output_tokens ? "before this page looked" : "not yet"],
       ["Steps", whole.format(request.num_steps)], ["Gave way", gaveWay(request)],
     ];
     const list = make("dl", { className: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));

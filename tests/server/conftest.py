@@ -65,9 +65,10 @@ class Live:
             time.sleep(0.002)
 
     def metric(self, start: str) -> float:
-        """The sum of the samples whose lines begin so."""
+        """The sum of the samples of this name, or, where `start` has labels too, of those whose lines begin so."""
         lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+        starts = (start,) if "{" in start else (start + "{", start + " ")
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(starts))
 
     def connect(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
         """A bare socket with the request sent."""

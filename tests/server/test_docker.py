@@ -40,6 +40,19 @@ def test_the_compose_file_gives_a_drain_time_to_end():
         assert int(service["stop_grace_period"].removesuffix("s")) > int(service["environment"]["PAGESTREAM_DRAIN_TIMEOUT"])
 
 
+def test_what_one_compose_up_starts_is_one_server_with_its_dashboard():
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]
+    started = {name: service for name, service in services.items() if not service.get("profiles")}
+    assert started.keys() == {"cpu", "prometheus", "grafana"}
+    ports = [port for service in started.values() for port in service["ports"]]
+    assert len(ports) == len(set(ports)), "two services can't listen on one port"
+    prometheus = yaml.safe_load((ROOT / "docker/prometheus/prometheus.yaml").read_text(encoding="utf-8"))
+    targets = {target for job in prometheus["scrape_configs"] for group in job["static_configs"] for target in group["targets"]}
+    assert targets == {"cpu:8000", "gpu:8000"}
+    for name in ("datasource", "dashboards"):
+        assert yaml.safe_load((ROOT / f"docker/grafana/{name}.yaml").read_text(encoding="utf-8"))["apiVersion"] == 1
+
+
 def test_the_kubernetes_manifest_probes_what_is_there_and_gives_a_drain_time_to_end():
     deployment, service = yaml.safe_load_all((ROOT / "docker/kubernetes.yaml").read_text(encoding="utf-8"))
     pod = deployment["spec"]["template"]["spec"]
