@@ -100,6 +100,9 @@ export class EngineState {
       tokens: sampled / spent,
       prompt: Math.max(0, now.num_scheduled_tokens - before.num_scheduled_tokens - sampled) / spent,
       ...Object.fromEntries(PARTS.map((part) => [part, (now[`${part}_s`] - before[`${part}_s`]) / steps])),
+      copied: (now.num_copied_blocks - before.num_copied_blocks) / spent,
+      swappedOut: (now.num_swapped_out_blocks - before.num_swapped_out_blocks) / spent,
+      swappedIn: (now.num_swapped_in_blocks - before.num_swapped_in_blocks) / spent,
       usage: this.usage,
       running: this.count("running"), waiting: this.count("waiting"), swapped: this.count("swapped"),
     });

@@ -44,6 +44,13 @@ export class LiveView {
         lines: [["used", "accent", (point) => point.usage]],
       }),
       new Chart($("charts"), {
+        title: "Blocks moved", write: (point) => `${compact.format(point.copied + point.swappedOut + point.swappedIn)} a second`,
+        lines: [
+          ["copied on write", "danger", (point) => point.copied], ["swapped out", "violet", (point) => point.swappedOut],
+          ["swapped in", "blue", (point) => point.swappedIn],
+        ],
+      }),
+      new Chart($("charts"), {
         title: "Requests", write: (point) => `${point.running} / ${point.waiting} / ${point.swapped}`,
         lines: [
           ["running", "accent", (point) => point.running], ["waiting", "amber", (point) => point.waiting],

@@ -130,7 +130,7 @@ function number(id, box, label, shape) {
   const input = make("input", { type: "number", id, step: isWhole ? 1 : "any", placeholder: "none" });
   if (shape.minimum !== undefined) input.min = shape.minimum;
   if (high !== undefined) input.max = high;
-  box.append(make("div", { className: "row line" }, label, make("span", { className: "range" }, range(shape)), input));
+  box.append(make("div", { className: "row together" }, label, make("span", { className: "range" }, range(shape)), input));
   let slider = null;
   if (low !== undefined && low >= -2 && high !== undefined && high - low <= 200) {
     // Where the range is wide, most of it is of no use to a hand: the slider's part of it is stated by the field's own range.

@@ -298,7 +298,7 @@ def test_signing_in_with_a_wrong_and_the_right_key(browser: Any, start):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("view", ["playground", "live"])
+@pytest.mark.parametrize("view", ["playground", "beams", "live"])
 def test_nothing_serious_for_those_who_see_or_hear_it_otherwise(browser: Any, live: Live, scheme: str, width: int, view: str):
     from axe_playwright_python.sync_playwright import Axe
 
@@ -306,13 +306,25 @@ def test_nothing_serious_for_those_who_see_or_hear_it_otherwise(browser: Any, li
     visit = Visit(browser, live.url, color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
     page = visit.page
     page.wait_for_selector("#model option", state="attached")
+    page.evaluate("() => (document.getElementById('parameters-box').open = true)")
     if view == "live":
         page.click("[data-view=live]")
         page.wait_for_selector("#tiles dd")
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(live.complete, prompt="a long one", max_tokens=200, ignore_eos=True)
+            page.click("#requests button >> nth=0")
+            running.result()
+        page.wait_for_selector("#detail:not([hidden])")
     else:
+        if view == "beams":
+            page.check("[name=kind][value=completion]", force=True)
+            open_all_groups(page)
+            page.check("#parameter-use_beam_search")
         page.check("#show-tokens")
-        say(page, "Hello", max_tokens=10) if width > 900 else None
-        page.wait_for_selector(".exchange:not(.is-running)") if width > 900 else None
+        say(page, "Hello", max_tokens=10)
+        if view == "beams":
+            page.click("#send")
+        page.wait_for_selector(".exchange:not(.is-running)")
     found = Axe().run(page).response["violations"]
     serious = [(each["id"], [node["html"][:120] for node in each["nodes"]]) for each in found if each["impact"] in ("serious", "critical")]
     assert serious == []

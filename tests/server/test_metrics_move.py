@@ -19,7 +19,8 @@ from tests.server.conftest import Live, served
 from tests.server.test_dashboard import EXPRESSIONS, RECORDED, names_in
 from tests.tiny_models import make_checkpoint
 
-NUM_BLOCKS, NUM_SWAP_BLOCKS, NUM_SEQS, NUM_QUEUED = 24, 6, 6, 40
+NUM_BLOCKS, NUM_SWAP_BLOCKS, NUM_SEQS, NUM_QUEUED = 24, 6, 6, 16
+NUM_REFUSED = 20
 FOX = "The quick brown fox jumps over the lazy dog, and the dog looks up and over the fox. "  # more than one block
 BLOCK_BYTES = 12_288  # of the small checkpoint
 CONSTANT = {"pagestream:kv_blocks": NUM_BLOCKS, "pagestream:swap_blocks": NUM_SWAP_BLOCKS}
@@ -76,17 +77,19 @@ def resumed_stream(live: Live) -> list[dict[str, Any]]:
 
 
 def run_script(live: Live, metrics: Metrics, account: Account) -> None:
-    long = {"max_tokens": 120, "ignore_eos": True}
     text = account.complete(live, prompt=FOX, max_tokens=30, temperature=0, ignore_eos=True)["choices"][0]["text"]
     account.complete(live, prompt=FOX, max_tokens=30, temperature=0, ignore_eos=True, stop=[text[8:11]])
     account.complete(live, prompt=FOX, temperature=-1)
     account.complete(live, prompt="Two ways", n=3, seed=1, max_tokens=30, ignore_eos=True)  # forks, and copies on write
     live.client.get("/nowhere")
-    with ThreadPoolExecutor(NUM_SEQS + NUM_QUEUED + 30) as pool:
+    num_calls = NUM_SEQS + NUM_QUEUED + NUM_REFUSED
+    with ThreadPoolExecutor(num_calls) as pool:
         # More than the pool holds at once, and more than may wait.
-        calls = [pool.submit(account.complete, live, prompt=f"{i} over the lazy dog", **long) for i in range(NUM_SEQS + NUM_QUEUED + 30)]
+        bodies = [{"prompt": f"{i} over the lazy dog", "max_tokens": 90, "ignore_eos": True} for i in range(num_calls)]
+        calls = [pool.submit(account.complete, live, **body) for body in bodies]
         while not all(call.done() for call in calls):
             account.scrape(live)
+        assert all(call.result() for call in calls)
     for kind in ("nan", "raise"):
         account.complete(live, prompt="A fault", max_tokens=20, ignore_eos=True, x_fault={"kind": kind, "at_token": 3})
     with live.connect({"prompt": "Who leaves", "max_tokens": 300, "ignore_eos": True, "stream": True}) as left:
