@@ -5,25 +5,31 @@ import { context, make, styleColour } from "./parts.js";
 const HEIGHT = 96;
 
 export class Chart {
-  /** `lines`: [[name, colour of the style sheet, point => number]]; stacked lines are drawn as areas, each on the one before. */
-  constructor(box, { title, lines, write, top = null, isStacked = false }) {
-    Object.assign(this, { title, lines, write, top, isStacked });
+  /**
+   * `lines`: [[name, colour of the style sheet, point => number]]; stacked lines are drawn as areas, each on the one before.
+   * `tell` writes a line's latest value beside its name; without it, only the names are there.
+   */
+  constructor(box, { title, lines, write, tell = null, top = null, isStacked = false }) {
+    Object.assign(this, { title, lines, write, tell, top, isStacked });
     this.canvas = make("canvas", { className: "chart", role: "img" });
     this.value = make("span", { className: "chart-value" });
     const names = lines.length > 1 ? lines.map(([name, colour]) => {
       const sign = make("i", { className: "line" });
       sign.style.background = `var(--${colour})`;
-      return make("span", { className: "quiet line-name" }, sign, name);
+      return make("span", { className: "quiet line-name" }, sign, make("span", {}, name));
     }) : [];
+    this.names = names.map((each) => each.lastChild);
     box.append(make("figure", {}, make("figcaption", {}, make("h3", {}, title), this.value), this.canvas, make("div", { className: "line-names" }, ...names)));
   }
 
-  draw(points, seconds = 180) {
+  draw(points, mostSeconds = 180, leastSeconds = 30) {
     const width = this.canvas.clientWidth || 280;
     const drawing = context(this.canvas, width, HEIGHT);
     const series = this.#series(points);
     const most = this.top ?? Math.max(1e-9, ...series.flat()) * 1.15;
     const end = points.at(-1)?.at ?? 0;
+    // The first minutes stretch over the whole width instead of leaving it empty.
+    const seconds = Math.max(leastSeconds, Math.min(mostSeconds, end - (points[0]?.at ?? 0)));
     const x = (point) => width - ((end - point.at) / seconds) * width;
     const y = (value) => HEIGHT - 1 - (value / most) * (HEIGHT - 6);
     drawing.strokeStyle = styleColour("edge");
@@ -58,6 +64,9 @@ export class Chart {
     }
     this.value.textContent = points.length ? this.write(points.at(-1)) : "–";
     this.canvas.setAttribute("aria-label", `${this.title}: ${this.value.textContent}`);
+    if (this.tell && points.length) {
+      this.names.forEach((name, at) => (name.textContent = `${this.lines[at][0]} ${this.tell(this.lines[at][2](points.at(-1)))}`));
+    }
   }
 
   #series(points) {

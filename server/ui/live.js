@@ -29,7 +29,7 @@ export class LiveView {
         lines: [["generated", "accent", (point) => point.tokens], ["prompts", "amber", (point) => point.prompt]],
       }),
       new Chart($("charts"), {
-        title: "Step time", isStacked: true, write: (point) => milli(stepTime(point)),
+        title: "Step time", isStacked: true, tell: milli, write: (point) => milli(stepTime(point)),
         lines: [
           ["forward", "accent", (point) => point.forward], ["sample", "blue", (point) => point.sample],
           ["detokenize", "violet", (point) => point.detokenize], ["schedule", "amber", (point) => point.schedule],
@@ -171,7 +171,7 @@ export class LiveView {
     const blocks = new Set(request.tables.flat()).size;
     const texts = [
       STATES[request.status], seconds(Math.max(0, this.state.engine.now_s - request.arrival_s)), whole.format(request.num_prompt_tokens),
-      `${whole.format(request.num_output_tokens)}`, whole.format(blocks), gaveWay(request),
+      `${whole.format(request.num_output_tokens)}`, whole.format(blocks), gaveWayShort(request),
     ];
     cells.forEach((cell, at) => (cell.textContent = texts[at]));
     return row;
@@ -210,6 +210,11 @@ export class LiveView {
     });
     return make("ol", { className: "timeline" }, ...spans);
   }
+}
+
+function gaveWayShort(request) {
+  const times = request.num_preempted_swap + request.num_preempted_recompute;
+  return times ? `${times} ×` : "–";
 }
 
 function gaveWay(request) {
