@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -65,6 +65,16 @@ def running(program: str, *arguments: object) -> Iterator[None]:
             process.kill()
 
 
+def wait_until_ready(url: str) -> None:
+    end_s = time.monotonic() + 30
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url).status_code == 200:
+                return
+        assert time.monotonic() < end_s, "the server is not ready"
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     command = [sys.executable, "-m", "pagestream.server", "serve", "smollm2", "--port", "0", "--num-kv-blocks", "1200"]
@@ -72,6 +82,7 @@ def port() -> Iterator[int]:
         assert process.stdout is not None
         found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())
         assert found
+        wait_until_ready(f"http://127.0.0.1:{found[1]}/readyz")
         yield int(found[1])
         process.terminate()
         process.wait(60)

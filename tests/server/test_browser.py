@@ -249,9 +249,8 @@ def test_the_live_view_shows_the_blocks_as_the_metric_counts_them_and_who_was_sw
         running = [
             pool.submit(live.complete, prompt=f"{number} the quick brown fox", max_tokens=250, ignore_eos=True) for number in range(48)
         ]
-        page.wait_for_selector("#requests tr")
-        page.click("#requests button >> nth=0")
-        assert page.locator(".table-blocks li").count() > 0
+        page.click("#requests tr.is-running button >> nth=0")
+        page.wait_for_selector(".table-blocks li")
         assert page.locator(".timeline li").count() > 0
         while not all(one.done() for one in running):
             differences.append(abs(free_in_the_page() - free_by_metric()))
