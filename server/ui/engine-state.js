@@ -2,6 +2,8 @@
 
 const HISTORY_S = 180;
 const MAX_ENDED = 40;
+const COPIED = 2; // flag of a block
+const SHOWN_MS = 2500; // how long a copy is shown: the event that tells of it is the latest for a tenth of a second only
 const PARTS = ["schedule", "forward", "sample", "detokenize"]; // of a step
 
 /** A point's whole step, in seconds. */
@@ -11,6 +13,7 @@ export class EngineState {
   constructor() {
     this.engine = {};
     this.blocks = new Map(); // id -> [owner or null, references, flags]
+    this.copied = new Map(); // id -> when it was last copied on write, in milliseconds of the page's clock
     this.swap = new Map();
     this.requests = new Map(); // number -> request; `tables` whole, `moves` [[second, status], …]
     this.ended = []; // the latest first
@@ -30,6 +33,7 @@ export class EngineState {
     }
     merge(this.engine, event.engine ?? {});
     mergeMap(this.blocks, event.blocks ?? {});
+    for (const [id, block] of Object.entries(event.blocks ?? {})) if (block?.[2] & COPIED) this.copied.set(Number(id), performance.now());
     mergeMap(this.swap, event.swap ?? {});
     for (const [key, change] of Object.entries(event.requests ?? {})) this.#change(Number(key), change, event.kind === "full");
     this.#measure();
@@ -71,6 +75,12 @@ export class EngineState {
     let count = 0;
     for (const request of this.requests.values()) count += request.status === status;
     return count;
+  }
+
+  /** The ids of blocks that were copied on write a moment ago. */
+  get freshCopies() {
+    for (const [id, at] of this.copied) if (performance.now() - at > SHOWN_MS) this.copied.delete(id);
+    return this.copied;
   }
 
   get usage() {

@@ -2,7 +2,8 @@
 
 import { colourOf, context, isDark, styleColour } from "./parts.js";
 
-const CACHED = 1, COPIED = 2;
+const CACHED = 1;
+const NONE = new Map();
 const GAP = 2;
 
 export class BlockGrid {
@@ -10,6 +11,7 @@ export class BlockGrid {
     this.canvas = canvas;
     this.note = note;
     this.blocks = new Map();
+    this.copies = NONE; // ids of blocks that were copied on write a moment ago
     this.numBlocks = 0;
     this.cursor = -1;
     this.chosen = null; // a request's number: the others' cells step back
@@ -34,8 +36,8 @@ export class BlockGrid {
     return [width, Math.ceil(this.numBlocks / this.columns) * this.size];
   }
 
-  draw(blocks, numBlocks, chosen) {
-    Object.assign(this, { blocks, numBlocks, chosen });
+  draw(blocks, numBlocks, chosen, copies = NONE) {
+    Object.assign(this, { blocks, numBlocks, chosen, copies });
     const drawing = context(this.canvas, ...this.#measure());
     const side = this.size - (this.size > 8 ? GAP : 1);
     const free = styleColour("cell"), cached = styleColour("cached"), ink = styleColour("ink"), copied = styleColour("copied");
@@ -54,7 +56,7 @@ export class BlockGrid {
       drawing.roundRect(x, y, side, side, Math.min(3, side / 4));
       drawing.fill();
       if (block?.[1] > 1) this.#dot(drawing, x, y, side, ink);
-      if (block && block[2] & COPIED) this.#ring(drawing, x, y, side, copied);
+      if (copies.has(id)) this.#ring(drawing, x, y, side, copied);
       if (id === this.cursor) this.#ring(drawing, x, y, side, ink);
     }
     drawing.globalAlpha = 1;
@@ -84,7 +86,7 @@ export class BlockGrid {
     if (id === this.cursor) return;
     this.cursor = id;
     this.note.textContent = id < 0 ? "Point at a block, or walk with the arrow keys." : this.describe(id);
-    this.draw(this.blocks, this.numBlocks, this.chosen);
+    this.draw(this.blocks, this.numBlocks, this.chosen, this.copies);
   }
 
   describe(id) {
@@ -94,7 +96,7 @@ export class BlockGrid {
     const parts = [owner === null ? "free" : `held by request ${owner}`];
     if (references > 1) parts.push(`shared, ${references} references`);
     if (flags & CACHED) parts.push("content cached");
-    if (flags & COPIED) parts.push("just copied on write");
+    if (this.copies.has(id)) parts.push("just copied on write");
     return `Block ${id}: ${parts.join(", ")}`;
   }
 }

@@ -113,7 +113,7 @@ export class LiveView {
     if (engine.num_blocks === undefined) return;
     this.#tiles();
     const chosen = this.state.requests.has(this.chosen) ? this.chosen : null;
-    this.grid.draw(blocks, engine.num_blocks, chosen);
+    this.grid.draw(blocks, engine.num_blocks, chosen, this.state.freshCopies);
     $("grid").setAttribute("aria-label", `Map of ${engine.num_blocks} KV blocks, ${engine.num_free} of them free`);
     $("grid").dataset.free = engine.num_free;
     $("swap-box").hidden = !engine.num_swap_blocks;

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STREAMS, NUM_READERS = 32, 3
-ROUNDS, ROUND_S, SETTLE_S = 7, 5.0, 1.0
+ROUNDS, ROUND_S, SETTLE_S = 9, 5.0, 1.0
 
 # One stream after the other on each connection, each of its own length, so that joining and leaving is spread evenly.
 LOAD = """

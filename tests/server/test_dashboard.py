@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -56,6 +57,12 @@ def samples(live: Live) -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def test_every_expression_is_one_that_prometheus_reads():
+    for expression in EXPRESSIONS:
+        if not expression.startswith("label_values("):  # Grafana's own
+            promql_parser.parse(expression.replace("$__rate_interval", "1m").replace("$model", ".*"))
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
