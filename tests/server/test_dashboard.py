@@ -19,6 +19,24 @@ DOCKER = Path(__file__).resolve().parents[2] / "docker"
 FUNCTIONS = {
     "sum", "by", "rate", "max", "histogram_quantile", "and", "label_values", "le", "up", "or", "on", "ignoring", "avg", "min",
 }  # fmt: skip
+# By which dashboards made for vLLM ask.
+KNOWN = """
+num_requests_running num_requests_waiting num_requests_waiting_by_reason num_requests_swapped kv_cache_usage_perc gpu_cache_usage_perc
+cpu_cache_usage_perc engine_sleep_state lora_requests_info cache_config_info prefix_cache_queries_total prefix_cache_hits_total
+external_prefix_cache_queries_total external_prefix_cache_hits_total mm_cache_queries_total mm_cache_hits_total
+gpu_prefix_cache_queries_total gpu_prefix_cache_hits_total num_preemptions_total prompt_tokens_total prompt_tokens_by_source_total
+prompt_tokens_cached_total prompt_tokens_recomputed_total generation_tokens_total request_success_total corrupted_requests_total
+admission_rejections_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket time_per_output_token_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
+request_inference_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
+request_prompt_tokens_bucket request_generation_tokens_bucket request_max_num_generation_tokens_bucket request_params_n_bucket
+request_params_max_tokens_bucket iteration_tokens_total_bucket request_prefill_kv_computed_tokens_bucket
+kv_block_lifetime_seconds_bucket kv_block_idle_before_evict_seconds_bucket kv_block_reuse_gap_seconds_bucket
+""".split()
+HTTP = """
+http_requests_total http_request_size_bytes_count http_response_size_bytes_count http_request_duration_seconds_bucket
+http_request_duration_highr_seconds_bucket python_info process_cpu_seconds_total
+""".split()
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
@@ -57,6 +75,12 @@ def samples(live: Live) -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def test_every_name_that_dashboards_for_vllm_know_is_exported(samples: dict[str, set[str]]):
+    assert not {f"vllm:{name}" for name in KNOWN} - samples.keys()
+    assert all({"model_name", "engine"} <= samples[f"vllm:{name}"] for name in KNOWN)
+    assert not set(HTTP) - samples.keys()
 
 
 def test_every_expression_is_one_that_prometheus_reads():
