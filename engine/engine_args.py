@@ -54,6 +54,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     disable_custom_all_reduce: bool = False
     device: str = "auto"
+    kernels: str = "auto"
     enforce_eager: bool = False
     max_context_len_to_capture: int = 8192
     cpu_threads: int | None = None
@@ -111,6 +112,7 @@ class EngineArgs:
                 disable_custom_all_reduce=self.disable_custom_all_reduce,
             ),
             device=self.device,
+            kernels=self.kernels,
             enforce_eager=self.enforce_eager,
             max_context_len_to_capture=self.max_context_len_to_capture,
             cpu_threads=self.cpu_threads,

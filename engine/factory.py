@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
@@ -15,6 +17,7 @@ from pagestream.engine.core.block_manager import BlockManager
 from pagestream.engine.core.config import EngineConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.core.sampling_params import MAX_NUM_SEQUENCES
 from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
 from pagestream.engine.features.structured.compiler import ConstraintCompiler
 from pagestream.engine.features.structured.mask import ConstraintMask
@@ -30,17 +33,25 @@ from pagestream.engine.models.gguf_file import GgufFile
 from pagestream.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from pagestream.engine.output_processor import OutputProcessor
 from pagestream.engine.runner.fault_injection import FaultInjector
-from pagestream.engine.runner.kv_cache import KVCache, bytes_per_block
+from pagestream.engine.runner.kv_cache import BlockMover, KVCache, bytes_per_block
 from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.runner.profiling import measure_activations, measure_costs
+from pagestream.engine.sampling.choosing import Chooser
 from pagestream.engine.sampling.sampler import Sampler
 from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes
 from pagestream.engine.text.chat_template import ChatTemplate, read_template
 from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
 from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
+from pagestream.kernels.kv_format import is_quantised
+from pagestream.kernels.transfer import HostLink, PinnedLink, SharedMemory
 
 DEFAULT_MAX_QUEUED_REQS = 1024
+KV_DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn, "int8": torch.int8,
+}  # fmt: skip
+FIRST_WITH_FP8 = (8, 9)  # compute capability
 USUAL_HEAD_SIZE = 64  # any that the operators take: a model's own is only known once it is loaded
 
 logger = logging.getLogger(__name__)
@@ -66,7 +77,8 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     device = find_device(config)
     checkpoint = open_checkpoint(config.model)
     tokenizer = find_tokenizer(checkpoint, config)
-    model = load_model(checkpoint, config, device)
+    kernels = find_kernels(config, device)
+    model = load_model(checkpoint, config, device, kernels)
     shape = model.shape
     limits = step_limits(config, device)
     max_model_len = min(config.model.max_model_len or shape.max_model_len, shape.max_model_len)
@@ -74,19 +86,19 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     max_model_len = fitting_length(max_model_len, config, num_blocks)
     block_size = config.cache.block_size
     num_swap_blocks = swap_bytes(config, device) // bytes_per_block(shape, block_size, model.kv_dtype)
+    parts = step_parts(kernels, shape, limits, device)
     cache = KVCache(
-        shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, dtype=model.kv_dtype, device=device
-    )
+        shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, dtype=model.kv_dtype, device=device,
+        mover=parts.mover,
+    )  # fmt: skip
     blocks = BlockManager(
         num_blocks, block_size, num_swap_blocks=num_swap_blocks, enable_prefix_caching=config.cache.enable_prefix_caching
     )
     injector = FaultInjector() if config.enable_fault_injection else None
     constraints = ConstraintCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids)
-    sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)])
-    runner = ModelRunner(
-        model, cache, sampler, block_size=block_size, device=device, injector=injector
-    )
-    costs = measure_costs(runner, cache, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
+    sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)], parts.chooser)
+    runner = ModelRunner(model, cache, sampler, block_size=block_size, link=parts.link, injector=injector)
+    costs = measure_costs(runner, cache, parts.link, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
     engine = LLMEngine(
         intake=Intake(
             tokenizer,
@@ -162,40 +174,112 @@ def activation_bytes(model: CausalLM, limits: SchedulerLimits, config: EngineCon
     return measure_activations(model, limits.max_num_batched_tokens, limits.max_num_seqs, config.cache.block_size, device)
 
 
-def attention_backend(ops: CpuOps | None, device: torch.device, max_model_len: int) -> AttentionBackend:
-    if device.type == "cuda":
+class Kernels(Enum):
+    """Who computes: the compiled operators of kernels/cpu, plain torch, or the Triton kernels."""
+
+    CPU = "cpu"
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+def find_kernels(config: EngineConfig, device: torch.device) -> Kernels:
+    """The one place that chooses them.  Triton on a CPU means its interpreter, which is for tests."""
+    if config.kernels == "torch":
+        return Kernels.TORCH
+    if config.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise StartError("kernels triton needs a GPU, or TRITON_INTERPRET=1 to be tried without one")
+    if config.kernels == "triton" or device.type == "cuda":
+        check_kv_dtype_on_gpu(config, device)
+        return Kernels.TRITON
+    return Kernels.CPU
+
+
+def check_kv_dtype_on_gpu(config: EngineConfig, device: torch.device) -> None:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if config.cache.dtype == "fp8" and is_nvidia and torch.cuda.get_device_capability(device) < FIRST_WITH_FP8:
+        raise StartError("kv_cache_dtype fp8 is not supported on this GPU, which has no 8-bit floats; use int8")
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What executes a step besides the model."""
+
+    link: HostLink
+    mover: BlockMover | None  # None: plain torch
+    chooser: Chooser | None  # None: the host's
+
+
+def step_parts(kernels: Kernels, shape: ModelShape, limits: SchedulerLimits, device: torch.device) -> StepParts:
+    link: HostLink = SharedMemory() if device.type == "cpu" else PinnedLink(device)
+    if kernels is not Kernels.TRITON:
+        return StepParts(link, None, None)
+    from pagestream.engine.runner.block_mover import KernelMover
+    from pagestream.engine.sampling.kernel_chooser import KernelChooser
+
+    chooser = KernelChooser(link, shape.vocab_size, limits.max_num_seqs * MAX_NUM_SEQUENCES, device)
+    return StepParts(link, KernelMover(link, device), chooser)
+
+
+def attention_backend(kernels: Kernels, ops: CpuOps | None, max_model_len: int) -> AttentionBackend:
+    if kernels is Kernels.TRITON:
         from pagestream.engine.attention.triton_backend import TritonAttention
 
         return TritonAttention(max_seq_len=max_model_len)
     return TorchAttention() if ops is None else CpuAttentionBackend(ops)
 
 
-def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> CausalLM:
-    kv_dtype = None if config.cache.dtype == "auto" else getattr(torch, config.cache.dtype)
-    ops = load_ops(config.cpu_threads) if device.type == "cpu" else None
-    # The operators hold float16 weights as float32, and then the pages too unless they were asked for otherwise.
-    page_dtype = kv_dtype or (torch.float32 if checkpoint.dtype == torch.float16 else checkpoint.dtype)
+def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, kernels: Kernels) -> CausalLM:
+    kv_dtype = None if config.cache.dtype == "auto" else KV_DTYPES[config.cache.dtype]
+    ops = load_ops(config.cpu_threads) if kernels is Kernels.CPU else None
     if checkpoint.is_decoder:
-        head_size = decoder_spec(checkpoint.config, checkpoint.max_model_len).head_size
-        is_fused = ops is not None and supports_pages(page_dtype, head_size, config.cache.block_size)
-        # The operators compute with a file's own blocks what its dequantised weights would give in bfloat16, bit for bit.
-        keep_blocks = is_fused and checkpoint.dtype == torch.bfloat16 and config.model.quantization is None
-        loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype, keep_blocks=keep_blocks)
-        if ops is not None and is_fused:
-            return CpuDecoder(loaded.spec, loaded.weights, loaded.shape, ops, kv_dtype=kv_dtype)
-        max_model_len = config.model.max_model_len or loaded.shape.max_model_len
-        attention = attention_backend(None, device, max_model_len)
-        return TorchDecoder(loaded.spec, loaded.weights, loaded.shape, attention, max_model_len=max_model_len, kv_dtype=kv_dtype)
+        return load_lean_decoder(checkpoint, config, device, kernels, ops, kv_dtype)
     from pagestream.engine.models.hf import load_transformers
 
     longest = config.model.max_model_len or max_positions(with_defaults(checkpoint.config))
     takes_pages = supports_pages(kv_dtype or checkpoint.dtype, USUAL_HEAD_SIZE, config.cache.block_size)
+    attention = attention_backend(kernels, ops if takes_pages else None, longest)
     return load_transformers(
         checkpoint,
         config.model,
         device=device,
         dtype=checkpoint.dtype,
-        attention=attention_backend(ops if takes_pages else None, device, longest),
+        attention=checked(attention, kv_dtype),
         kv_dtype=kv_dtype,
         make_linear=None if ops is None else CpuLinearMaker(ops),
     )
+
+
+def load_lean_decoder(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: torch.device,
+    kernels: Kernels,
+    ops: CpuOps | None,
+    kv_dtype: torch.dtype | None,
+) -> CausalLM:
+    # The operators hold float16 weights as float32, and then the pages too unless they were asked for otherwise.
+    page_dtype = kv_dtype or (torch.float32 if checkpoint.dtype == torch.float16 else checkpoint.dtype)
+    head_size = decoder_spec(checkpoint.config, checkpoint.max_model_len).head_size
+    is_fused = ops is not None and supports_pages(page_dtype, head_size, config.cache.block_size)
+    # The operators compute with a file's own blocks what its dequantised weights would give in bfloat16, bit for bit.
+    reads_blocks = kernels is Kernels.TRITON or is_fused and checkpoint.dtype == torch.bfloat16
+    keep_blocks = reads_blocks and config.model.quantization is None
+    loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype, keep_blocks=keep_blocks)
+    if ops is not None and is_fused:
+        return CpuDecoder(loaded.spec, loaded.weights, loaded.shape, ops, kv_dtype=kv_dtype)
+    max_model_len = config.model.max_model_len or loaded.shape.max_model_len
+    if kernels is Kernels.TRITON:
+        from pagestream.engine.attention.triton_backend import TritonAttention
+        from pagestream.engine.models.triton_decoder import TritonDecoder
+
+        fused = TritonAttention(max_seq_len=max_model_len)
+        return TritonDecoder(loaded.spec, loaded.weights, loaded.shape, fused, max_model_len=max_model_len, kv_dtype=kv_dtype)
+    attention = checked(attention_backend(kernels, None, max_model_len), kv_dtype)
+    return TorchDecoder(loaded.spec, loaded.weights, loaded.shape, attention, max_model_len=max_model_len, kv_dtype=kv_dtype)
+
+
+def checked(attention: AttentionBackend, kv_dtype: torch.dtype | None) -> AttentionBackend:
+    """Raises StartError for pages that the backend can't read."""
+    if kv_dtype is not None and is_quantised(kv_dtype) and not attention.reads_8_bit:
+        raise StartError("kv_cache_dtype fp8 and int8 need a GPU")
+    return attention

@@ -15,8 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from pagestream.kernels.attention_plan import AttentionConfig, AttentionPlan, AttentionWorkspace
-from pagestream.kernels.attention_tile import PLAIN, attend_tile, empty_state, initial_state, load_queries, store_output
-from pagestream.kernels.kv_format import page_format, page_words
+from pagestream.kernels.attention_tile import (
+    PLAIN,
+    attend_tile,
+    empty_state,
+    head_parts,
+    initial_state,
+    load_queries,
+    query_rows,
+    store_output,
+)
+from pagestream.kernels.kv_format import is_quantised, page_format, page_words
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_stride"])
@@ -24,19 +33,13 @@ def _paged_prefill_kernel(
     q_ptr, q_stride, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
     items_ptr, count_ptr, ticket_ptr,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    A_SIZE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float16 if FORMAT != PLAIN and q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
-    POWER: tl.constexpr = triton.next_power_of_2(D)
-    A_SIZE: tl.constexpr = D // 2 if FORMAT != PLAIN else (D if POWER == D else POWER // 2)
-    A_BLOCK: tl.constexpr = triton.next_power_of_2(A_SIZE)
-    B_SIZE: tl.constexpr = D - A_SIZE
-    B_BLOCK: tl.constexpr = triton.next_power_of_2(B_SIZE) if B_SIZE > 32 else 32
     HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     PER_KV: tl.constexpr = H // G
-    BLOCK: tl.constexpr = M // PER_KV
-    q_stride = tl.multiple_of(q_stride, 8)
     total = tl.load(count_ptr) * G
     work = tl.program_id(0)
     while work < total:
@@ -50,15 +53,9 @@ def _paged_prefill_kernel(
         query_len = tl.load(query_start_ptr + sequence + 1) - query_first
         seq_len = tl.load(seq_lens_ptr + sequence)
 
-        rows = tl.arange(0, M)
-        token = query_block * BLOCK + rows // PER_KV
-        live = (rows < BLOCK * PER_KV) & (token < query_len)
-        heads = head * PER_KV + rows % PER_KV
-        position = tl.where(live, seq_len - query_len + token, -1)
-        first_position = seq_len - query_len + query_block * BLOCK
-        end = first_position + tl.minimum(query_len - query_block * BLOCK, BLOCK)
-        q_base = q_ptr + query_first.to(tl.int64) * q_stride
-        q_offsets = token * q_stride + heads * D
+        token, heads, live, position, first_position, end, q_base, q_offsets = query_rows(
+            query_block, query_first, query_len, seq_len, head, q_ptr, q_stride, M, PER_KV, D
+        )
         q_a, q_b, q_sum = load_queries(q_base, q_offsets, live, D, A_SIZE, A_BLOCK, B_BLOCK, FORMAT, COMPUTE)
         k_base = k_ptr + head * HEAD
         v_base = v_ptr + head * HEAD
@@ -105,7 +102,7 @@ def paged_prefill(
     _paged_prefill_kernel[(workspace.num_long_programs,)](
         q, q.stride(0), page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
         plan.seq_lens, plan.query_start, plan.long_items, plan.counts[1:], workspace.tickets[1:],
-        H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size,
+        H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size, **head_parts(head_size, is_quantised(k_cache.dtype)),
         SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
         M=config.long_rows, TILE=config.long_tile, UPCAST=upcast,
         **config.long_options(),

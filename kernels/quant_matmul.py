@@ -62,6 +62,18 @@ def pack(codes: Tensor, scales: Tensor, minimums: Tensor, *, bits: int, group: i
     return QuantisedWeight(pieces.contiguous(), scales.t().contiguous(), minimums.t().contiguous(), arrivals, bits, group)
 
 
+def unpack(weight: QuantisedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    """The weight as floats, [N, K], or some of its rows; in plain torch, for whoever multiplies many rows with it."""
+    pieces = weight.pieces if rows is None else weight.pieces[:, rows]
+    codes = torch.cat((pieces & 15, pieces >> 4), dim=-1) if weight.bits == 4 else pieces
+    num_pieces, num_rows, _ = codes.shape
+    grouped = codes.transpose(0, 1).reshape(num_rows, num_pieces * PIECE // weight.group, weight.group).to(torch.float32)
+    scales, minimums = (
+        (part if rows is None else part[:, rows]).t()[..., None].float() for part in (weight.scales, weight.minimums)
+    )
+    return torch.addcmul(minimums, grouped, scales).to(dtype).flatten(1)
+
+
 @triton.jit
 def _digits(codes, kind: tl.constexpr):
     """Codes of 8 bit at most as floats; in float16 1024 too large."""

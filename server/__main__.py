@@ -98,7 +98,7 @@ def serve(
     ] = None,
     kv_cache_memory: Annotated[float | None, sized("--kv-cache-memory", CACHE, "Size of the pool on a CPU.")] = None,
     kv_cache_dtype: Annotated[
-        str, option("--kv-cache-dtype", CACHE, "auto (the model's), float32, bfloat16 or float16.")
+        str, option("--kv-cache-dtype", CACHE, "auto (the model's), float32, bfloat16, float16; on a GPU also fp8 or int8.")
     ] = "auto",
     gpu_memory_utilization: Annotated[float, option("--gpu-memory-utilization", CACHE, "Share of a GPU's memory to use.")] = 0.9,
     swap_space: Annotated[float | None, sized("--swap-space", CACHE, "Host memory for blocks of preempted requests.")] = None,
@@ -120,6 +120,7 @@ def serve(
     preemption_mode: Annotated[str, option("--preemption-mode", SCHEDULING, "auto, swap or recompute.")] = "auto",
     device: Annotated[str, option("--device", DEVICE, "auto, cpu or cuda.")] = "auto",
     cpu_threads: Annotated[int | None, option("--cpu-threads", DEVICE, "Default: one per core.")] = None,
+    kernels: Annotated[str, option("--kernels", DEVICE, "auto (the device's own) or torch, for comparison.")] = "auto",
     enforce_eager: Annotated[bool, option("--enforce-eager", DEVICE, "No CUDA graphs.")] = False,
     max_context_len_to_capture: Annotated[
         int, counted("--max-context-len-to-capture", DEVICE, "Longest context with CUDA graphs.")

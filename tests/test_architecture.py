@@ -15,8 +15,8 @@ ROOMS = {
     "text": {"core"},
     "attention": {"core", "kernels"},
     "models": {"core", "attention", "kernels"},
-    "sampling": {"core", "attention"},
-    "runner": {"core", "attention", "models", "sampling"},
+    "sampling": {"core", "attention", "kernels"},
+    "runner": {"core", "attention", "models", "sampling", "kernels"},
     "features": {"core", "attention", "models", "sampling", "kernels"},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "sse_starlette", "prometheus_client", "typer", "pydantic"}

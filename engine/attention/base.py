@@ -51,6 +51,8 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
+    reads_8_bit: bool  # pages in the 8-bit layouts of kernels.kv_format
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:

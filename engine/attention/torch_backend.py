@@ -22,6 +22,8 @@ QUERY_BLOCK = 64  # query tokens of one sequence at a time, so that scores of a 
 class TorchAttention:
     """Blocks are stored as [G, K, D] says, in order.  The pages may hold anything, NaN too, where no token was written."""
 
+    reads_8_bit = False
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:

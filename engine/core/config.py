@@ -71,7 +71,7 @@ class CacheConfig:
             raise StartError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.swap_space_bytes is not None and not 0 <= self.swap_space_bytes <= MAX_SWAP_SPACE_BYTES:
             raise StartError(f"swap_space must be between 0 and {MAX_SWAP_SPACE_BYTES >> 30} GiB, not {self.swap_space_bytes / 2**30:g}")
-        choose("kv_cache_dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        choose("kv_cache_dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "fp8", "int8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: str = "auto"  # auto | cpu | cuda
+    kernels: str = "auto"  # auto: those made for the device | torch: none, to compare with | triton
     enforce_eager: bool = False
     max_context_len_to_capture: int = 8192
     cpu_threads: int | None = None  # None: one per core
@@ -119,6 +120,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         choose("device", self.device, ("auto", "cpu", "cuda"))
+        choose("kernels", self.kernels, ("auto", "torch", "triton"))
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise StartError(f"cpu_threads must be at least 1, not {self.cpu_threads}")
 

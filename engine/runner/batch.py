@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionMetadata
 from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan
+from pagestream.kernels.transfer import HostLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Batch:
     pooled: tuple[tuple[int, slice], ...]  # embeddings: the seq_id, and the rows of its tokens that belong to it
 
 
-def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
     """Flatten the scheduled sequences in their order.  The plan must have at least one."""
     scheduled = plan.scheduled
     lengths = np.fromiter((len(row.token_ids) for row in scheduled), np.int64, len(scheduled))
@@ -42,24 +42,29 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     input_ids = np.fromiter(chain.from_iterable(row.token_ids for row in scheduled), np.int64, num_tokens)
     seq_lens = starts + lengths
 
-    def tensor(array: np.ndarray) -> Tensor:
-        on_host = torch.from_numpy(array)
-        return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
-
     sampling = [index for index, row in enumerate(scheduled) if row.samples]
+    ids, where, slot_mapping, sampled_rows, query_starts, lens, block_tables = link.upload([
+        input_ids,
+        positions,
+        slots,
+        query_start[1:][sampling] - 1,
+        query_start.astype(np.int32),
+        seq_lens.astype(np.int32),
+        tables,
+    ])
     return Batch(
-        input_ids=tensor(input_ids),
+        input_ids=ids,
         metadata=AttentionMetadata(
-            positions=tensor(positions),
-            slot_mapping=tensor(slots),
-            query_start=tensor(query_start.astype(np.int32)),
-            seq_lens=tensor(seq_lens.astype(np.int32)),
-            block_tables=tensor(tables),
+            positions=where,
+            slot_mapping=slot_mapping,
+            query_start=query_starts,
+            seq_lens=lens,
+            block_tables=block_tables,
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
         ),
         sampling=tuple(scheduled[index] for index in sampling),
-        sampling_rows=tensor(query_start[1:][sampling] - 1),
+        sampling_rows=sampled_rows,
         scored=tuple((row, int(query_start[index])) for index, row in enumerate(scheduled) if row.scored_token_ids),
         pooled=tuple(
             (row.seq_id, slice(end - row.num_pooled, end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,12 +13,20 @@ from torch import Tensor
 from pagestream.engine.attention.base import LayerCache
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.step_plan import BlockCopy
+from pagestream.kernels.kv_format import page_width
+
+
+class BlockMover(Protocol):
+    """Copies whole blocks between two pools; no target is another copy's source."""
+
+    def __call__(self, source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None: ...
 
 
 class KVCache:
-    """Pages of all layers in one tensor per pool, [L, 2, B, G, K, D]: a block is one index of the third axis, everywhere.
+    """Pages of all layers in one tensor per pool, [L, 2, B, G, K, W]: a block is one index of the third axis, everywhere.
 
-    Zeroed at birth, so that no slot ever holds a NaN that nobody wrote.
+    W is the head size, in 8-bit formats with the scales behind it (kernels.kv_format).  Zeroed at birth, so that no slot ever
+    holds a NaN that nobody wrote.
     """
 
     def __init__(
@@ -29,11 +38,15 @@ class KVCache:
         num_swap_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        mover: BlockMover | None = None,
     ):
+        """mover: None copies by plain torch."""
+
         def sizes(count: int) -> tuple[int, ...]:
-            return shape.num_layers, 2, count, shape.num_kv_heads, block_size, shape.head_size
+            return shape.num_layers, 2, count, shape.num_kv_heads, block_size, page_width(shape.head_size, dtype)
 
         is_gpu = device.type == "cuda"
+        self._move = mover or move
         self._pages = torch.zeros(sizes(num_blocks), dtype=dtype, device=device) if is_gpu else lazy_zeros(sizes(num_blocks), dtype)
         if is_gpu and num_swap_blocks:
             self._swapped = torch.zeros(sizes(num_swap_blocks), dtype=dtype, pin_memory=True)
@@ -43,13 +56,16 @@ class KVCache:
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Device block to device block, all at once: no target is another copy's source."""
-        move(self._pages, self._pages, copies)
+        if copies:
+            self._move(self._pages, self._pages, copies)
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        move(self._pages, self._swapped, copies)
+        if copies:
+            self._move(self._pages, self._swapped, copies)
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
-        move(self._swapped, self._pages, copies)
+        if copies:
+            self._move(self._swapped, self._pages, copies)
 
 
 def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -59,13 +75,13 @@ def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def move(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
-    if not copies:
-        return
     sources = torch.tensor([copy.source for copy in copies], device=source.device)
     targets = torch.tensor([copy.target for copy in copies], device=target.device)
+    if source.dtype.itemsize == 1:  # not every operator of torch knows float8
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
     target.index_copy_(2, targets, source.index_select(2, sources).to(target.device))
 
 
 def bytes_per_block(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Keys and values of one block in all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * block_size * shape.head_size * dtype.itemsize
+    return 2 * shape.num_layers * shape.num_kv_heads * block_size * page_width(shape.head_size, dtype) * dtype.itemsize

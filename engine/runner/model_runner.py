@@ -13,6 +13,7 @@ from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.runner.pooling import pooled_sums
 from pagestream.engine.sampling.logprobs import prompt_logprobs
 from pagestream.engine.sampling.sampler import Sampler
+from pagestream.kernels.transfer import HostLink
 
 SCORED_ROWS_AT_ONCE = 64  # a row of logits is large, and a long prompt has thousands
 
@@ -27,14 +28,14 @@ class ModelRunner:
         sampler: Sampler,
         *,
         block_size: int,
-        device: torch.device,
+        link: HostLink,
         injector: FaultInjector | None = None,
     ):
         self._model = model
         self._cache = cache
         self._sampler = sampler
         self._block_size = block_size
-        self._device = device
+        self._link = link
         self._injector = injector
 
     @torch.inference_mode()
@@ -48,7 +49,7 @@ class ModelRunner:
             return StepResult(plan.step_id, {})
         if self._injector is not None:
             self._injector.strike("forward", plan.scheduled)
-        batch = build_batch(plan, self._block_size, self._device)
+        batch = build_batch(plan, self._block_size, self._link)
         hidden = self._model.forward(batch.input_ids, self._cache.layers, batch.metadata)
         scored = self._score_prompts(batch, hidden)
         sums = pooled_sums(hidden, batch.pooled)

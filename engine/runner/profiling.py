@@ -13,6 +13,7 @@ from pagestream.engine.models.base import CausalLM
 from pagestream.engine.runner.batch import build_batch
 from pagestream.engine.runner.executor import Executor
 from pagestream.engine.runner.kv_cache import KVCache
+from pagestream.kernels.transfer import HostLink, PinnedLink
 
 MOST_PROFILED_TOKENS = 64
 MOST_CHUNK_TOKENS = 256
@@ -22,7 +23,13 @@ MOST_PROFILED_BLOCKS = 16
 
 
 def measure_costs(
-    runner: Executor, cache: KVCache, max_num_batched_tokens: int, block_size: int, num_blocks: int, num_swap_blocks: int
+    runner: Executor,
+    cache: KVCache,
+    link: HostLink,
+    max_num_batched_tokens: int,
+    block_size: int,
+    num_blocks: int,
+    num_swap_blocks: int,
 ) -> PreemptionCosts:
     """Run a prompt of nobody's through blocks that are still free, which also warms everything up, and copy some blocks.
 
@@ -32,15 +39,19 @@ def measure_costs(
     table = tuple(range(-(-num_tokens // block_size)))
     plan = StepPlan(0, scheduled=(ScheduledSequence(0, (0,) * num_tokens, 0, table),))
     runner.execute(plan)
+    link.wait()
     started_s = time.perf_counter()
     runner.execute(plan)
+    link.wait()
     costs = PreemptionCosts(recompute_s_per_token=(time.perf_counter() - started_s) / num_tokens)
     num_copied = min(MOST_PROFILED_BLOCKS, num_blocks, num_swap_blocks)
     if num_copied:
         copies = [BlockCopy(block, block) for block in range(num_copied)]
         cache.swap_out(copies)
+        link.wait()
         started_s = time.perf_counter()
         cache.swap_out(copies)
+        link.wait()
         costs.copy_s_per_block = (time.perf_counter() - started_s) / num_copied
     return costs
 
@@ -91,7 +102,7 @@ def measure_activations(model: CausalLM, num_tokens: int, num_rows: int, block_s
         )
         for number, start in enumerate(starts)
     )
-    batch = build_batch(StepPlan(0, scheduled=rows), block_size, device)
+    batch = build_batch(StepPlan(0, scheduled=rows), block_size, PinnedLink(device))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

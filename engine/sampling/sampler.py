@@ -6,20 +6,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pagestream.engine.core.errors import InvariantBroken
 from pagestream.engine.core.sampling_params import SamplingParams
-from pagestream.engine.core.step_plan import NOT_FINITE, Admitted, Candidate, SampledTokens, ScheduledSequence
+from pagestream.engine.core.step_plan import Admitted, Candidate, SampledTokens, ScheduledSequence
 from pagestream.engine.sampling.bad_words import BadWords
 from pagestream.engine.sampling.beam_candidates import beam_candidates
-from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
+from pagestream.engine.sampling.choosing import Chooser, HostChooser
+from pagestream.engine.sampling.drawing import select
 from pagestream.engine.sampling.logits_processors import AllowedTokens, LogitBias, LogitsProcessor, MinTokens
 from pagestream.engine.sampling.logprobs import score_tokens
 from pagestream.engine.sampling.penalties import Penalties
-from pagestream.engine.sampling.randomness import uniform
 from pagestream.engine.sampling.typical import TypicalTokens
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,11 @@ class Sampler:
     can bring a ruled out token back; then temperature and truncation, see drawing.py.  Every call can be repeated.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int], processors: Sequence[LogitsProcessor] = ()):
+    def __init__(
+        self, eos_token_ids: frozenset[int], processors: Sequence[LogitsProcessor] = (), chooser: Chooser | None = None
+    ):
+        """chooser: None is the host's."""
+        self._chooser = chooser or HostChooser()
         self._processors: tuple[LogitsProcessor, ...] = (
             LogitBias(),
             Penalties(),
@@ -96,6 +99,12 @@ class Sampler:
             for processor in self._processors:
                 processor.retire(seq_id)
 
+    def observe_rows(self, rows: Sequence[ScheduledSequence]) -> list[SamplingParams]:
+        """Observe the rows' tokens; returns the parameters of each."""
+        for row in rows:
+            self.observe(row.seq_id, row.token_ids, row.start)
+        return [self._states[row.seq_id].params for row in rows]
+
     def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Drawn:
         """Draw every sample of every row; observes the rows' tokens first.
 
@@ -104,81 +113,36 @@ class Sampler:
         """
         if not rows:
             return Drawn()
-        for row in rows:
-            self.observe(row.seq_id, row.token_ids, row.start)
-        params = [self._states[row.seq_id].params for row in rows]
-        best = find_best(logits)
-        drawn = Drawn(failed={rows[index].seq_id: NOT_FINITE for index in best.not_finite})
-        drawn.failed.update({row.seq_id: fault for row in rows if (fault := self._states[row.seq_id].fault) is not None})
-        scored = [index for index, one in enumerate(params) if wants_logprobs(one) and rows[index].seq_id not in drawn.failed]
+        params = self.observe_rows(rows)
+        choose = self._chooser.begin(logits)
+        scored = [index for index, one in enumerate(params) if wants_logprobs(one)]
         logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None
-        beams = [index for index, one in enumerate(params) if one.use_beam_search and rows[index].seq_id not in drawn.failed]
+        beams = [index for index, one in enumerate(params) if one.use_beam_search]
         beam_logprobs = torch.log_softmax(select(logits, beams), dim=-1) if beams else None
         seq_ids = [row.seq_id for row in rows]
         changes = [processor.apply(logits, seq_ids) for processor in self._processors]
-        if any(changes):
-            best = find_best(logits)
-            for index in best.not_finite:
-                drawn.failed.setdefault(rows[index].seq_id, "the request's parameters leave no token to choose")
-        if beam_logprobs is not None:
-            found = beam_candidates(beam_logprobs, select(logits, beams), [params[index] for index in beams], self._eos_token_ids)
-            drawn.candidates.update(zip([rows[index].seq_id for index in beams], found, strict=True))
-        token_ids = self._choose(logits, best.token_ids, rows, params, drawn.failed)
+        beam_scores = select(logits, beams) if beams else None  # a copy where there are other rows, whose choice may change them
+        choice = choose(logits, rows, params, are_changed=any(changes))
+        faults = {row.seq_id: fault for row in rows if (fault := self._states[row.seq_id].fault) is not None}
+        token_ids = {key: token_id for key, token_id in choice.token_ids.items() if rows[key[0]].seq_id not in faults}
+        drawn = Drawn(failed=choice.failed | faults)
+        if beam_logprobs is not None and beam_scores is not None:
+            fine = [place for place, index in enumerate(beams) if rows[index].seq_id not in drawn.failed]
+            if fine:
+                fine_params = [params[beams[place]] for place in fine]
+                found = beam_candidates(select(beam_logprobs, fine), select(beam_scores, fine), fine_params, self._eos_token_ids)
+                drawn.candidates.update(zip([rows[beams[place]].seq_id for place in fine], found, strict=True))
         if logprobs is None:
             drawn.sampled.update((seq_id, SampledTokens((token_id,))) for (_, seq_id), token_id in token_ids.items())
         else:
             score_samples(drawn.sampled, token_ids, logprobs, scored, params)
         return drawn
 
-    def _choose(
-        self,
-        logits: Tensor,
-        greedy_ids: Sequence[int],
-        rows: Sequence[ScheduledSequence],
-        params: Sequence[SamplingParams],
-        failed: dict[int, str],
-    ) -> dict[tuple[int, int], int]:
-        """(row's index, sample's seq_id) -> token id, in that order."""
-        chosen: dict[tuple[int, int], int] = {}
-        random_rows: list[int] = []
-        draws: list[Draw] = []
-        for index, row in enumerate(rows):
-            if row.seq_id in failed or params[index].use_beam_search:
-                continue
-            for sample in row.samples:
-                chosen[index, sample.seq_id] = greedy_ids[index]
-            if not params[index].is_greedy:
-                position = row.start + len(row.token_ids)
-                draws += [Draw(len(random_rows), uniform(sample.seed, position)) for sample in row.samples]
-                random_rows.append(index)
-        if draws:
-            keys = [(index, sample.seq_id) for index in random_rows for sample in rows[index].samples]
-            drawn = draw_tokens(select(logits, random_rows), [params[index] for index in random_rows], draws)
-            chosen.update(zip(keys, drawn, strict=True))
-        return chosen
-
 
 def note_fault(state: SamplingState, seq_id: int, error: Exception) -> None:
     """Nothing is raised: a processor's step can't be repeated, and only this sequence is to fail, when its next token is drawn."""
     logger.error("a logits processor failed on sequence %d", seq_id, exc_info=error)
     state.fault = f"{type(error).__name__}: {error}"
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    token_ids: list[int]  # of each row's maximum; the lowest of equals
-    not_finite: list[int]  # rows whose maximum is NaN or infinite
-
-
-def find_best(logits: Tensor) -> Best:
-    """One pass serves greedy rows and the check of all rows at once: the maximum of a row with a NaN is NaN."""
-    if logits.device.type == "cpu":
-        scores = logits.numpy()  # its argmax takes a third of the time of torch's max
-        token_ids = scores.argmax(-1)
-        is_fine = np.isfinite(scores[np.arange(len(scores)), token_ids])
-        return Best(token_ids.tolist(), np.flatnonzero(~is_fine).tolist())
-    best = logits.max(-1)
-    return Best(best.indices.tolist(), [index for index, is_fine in enumerate(best.values.isfinite().tolist()) if not is_fine])
 
 
 def wants_logprobs(params: SamplingParams) -> bool:

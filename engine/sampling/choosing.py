@@ -1,0 +1,104 @@
+"""Who chooses the tokens of a step: the host's own draw, or one kernel for all rows.
+
+Both give a row a token that depends on its own logits, parameters, seed and position alone.  Greedy rows get the same token from
+either; a drawn one may differ between them, for they turn the seed into random numbers in ways of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from pagestream.engine.core.sampling_params import SamplingParams
+from pagestream.engine.core.step_plan import NOT_FINITE, ScheduledSequence
+from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
+from pagestream.engine.sampling.randomness import uniform
+
+NO_TOKEN = "the request's parameters leave no token to choose"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Of one step: a row is in `failed`, or each of its samples in `token_ids`; rows of beam search only ever fail."""
+
+    token_ids: dict[tuple[int, int], int] = field(default_factory=dict)  # (row's index, sample's seq_id) -> token id, in that order
+    failed: dict[int, str] = field(default_factory=dict)  # by the row's seq_id
+
+
+class StepChooser(Protocol):
+    def __call__(
+        self, logits: Tensor, rows: Sequence[ScheduledSequence], params: Sequence[SamplingParams], *, are_changed: bool
+    ) -> Choice:
+        """Choose from the logits as they are now; are_changed: they are no longer what the model gave.  May change them."""
+
+
+class Chooser(Protocol):
+    def begin(self, logits: Tensor) -> StepChooser:
+        """Look at what the model gave, before anything changes it: logits [R, V] float32, contiguous."""
+
+
+class HostChooser:
+    """The inverse of the cumulative distribution at one number of each row, computed on the host."""
+
+    def begin(self, logits: Tensor) -> StepChooser:
+        best = find_best(logits)
+
+        def choose(
+            logits: Tensor, rows: Sequence[ScheduledSequence], params: Sequence[SamplingParams], *, are_changed: bool
+        ) -> Choice:
+            failed = {rows[index].seq_id: NOT_FINITE for index in best.not_finite}
+            now = best
+            if are_changed:
+                now = find_best(logits)
+                for index in now.not_finite:
+                    failed.setdefault(rows[index].seq_id, NO_TOKEN)
+            return Choice(self._tokens(logits, now.token_ids, rows, params, failed), failed)
+
+        return choose
+
+    def _tokens(
+        self,
+        logits: Tensor,
+        greedy_ids: Sequence[int],
+        rows: Sequence[ScheduledSequence],
+        params: Sequence[SamplingParams],
+        failed: dict[int, str],
+    ) -> dict[tuple[int, int], int]:
+        chosen: dict[tuple[int, int], int] = {}
+        random_rows: list[int] = []
+        draws: list[Draw] = []
+        for index, row in enumerate(rows):
+            if row.seq_id in failed or params[index].use_beam_search:
+                continue
+            for sample in row.samples:
+                chosen[index, sample.seq_id] = greedy_ids[index]
+            if not params[index].is_greedy:
+                position = row.start + len(row.token_ids)
+                draws += [Draw(len(random_rows), uniform(sample.seed, position)) for sample in row.samples]
+                random_rows.append(index)
+        if draws:
+            keys = [(index, sample.seq_id) for index in random_rows for sample in rows[index].samples]
+            drawn = draw_tokens(select(logits, random_rows), [params[index] for index in random_rows], draws)
+            chosen.update(zip(keys, drawn, strict=True))
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    token_ids: list[int]  # of each row's maximum; the lowest of equals
+    not_finite: list[int]  # rows whose maximum is NaN or infinite
+
+
+def find_best(logits: Tensor) -> Best:
+    """One pass serves greedy rows and the check of all rows at once: the maximum of a row with a NaN is NaN."""
+    if logits.device.type == "cpu":
+        scores = logits.numpy()  # its argmax takes a third of the time of torch's max
+        token_ids = scores.argmax(-1)
+        is_fine = np.isfinite(scores[np.arange(len(scores)), token_ids])
+        return Best(token_ids.tolist(), np.flatnonzero(~is_fine).tolist())
+    best = logits.max(-1)
+    return Best(best.indices.tolist(), [index for index, is_fine in enumerate(best.values.isfinite().tolist()) if not is_fine])

@@ -1,0 +1,172 @@
+"""The whole engine on the Triton kernels, in the interpreter: the same tokens as in plain torch.
+
+The plain engine draws by the oracle of the sampling kernel, so that drawn tokens must agree too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagestream.engine import LLM, SamplingParams, factory
+from pagestream.engine.attention.torch_backend import TorchAttention
+from pagestream.engine.core.errors import StartError
+from pagestream.engine.sampling.choosing import NO_TOKEN, Choice
+from pagestream.engine.sampling.kernel_chooser import KernelChooser
+from pagestream.kernels import reference
+from tests.tiny_models import make_checkpoint
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+PROMPTS = [[5 + (7 * i + j * j) % 300 for j in range(length)] for i, length in enumerate((3, 18, 9, 34, 5, 21))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=3, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.3, min_p=0.02, seed=4, max_tokens=5, ignore_eos=True, presence_penalty=0.7, repetition_penalty=1.2),
+    SamplingParams(temperature=0, max_tokens=5, min_tokens=3, logit_bias={7: 2.5, 9: -50.0}),
+    SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=5, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0.8, seed=6, max_tokens=4, allowed_token_ids=(11, 12, 200, 201), prompt_logprobs=1),
+]
+
+
+class ReferenceChooser:
+    """A Chooser by the oracle of the sampling kernel."""
+
+    def begin(self, logits):
+        failed_rows = [row for row, top in enumerate(logits.amax(-1).tolist()) if not abs(top) < float("inf")]
+
+        def choose(logits, rows, params, *, are_changed):
+            choice = Choice(failed={rows[index].seq_id: NOT_FINITE for index in failed_rows})
+            for index, (row, one) in enumerate(zip(rows, params, strict=True)):
+                for sample in row.samples if index not in failed_rows else ():
+                    seed = sample.seed if sample.seed < 1 << 63 else sample.seed - (1 << 64)
+                    scores = reference.sampling_scores(
+                        logits[index].double(), temperature=0.0 if one.is_greedy else one.temperature, top_k=max(one.top_k, 0),
+                        top_p=one.top_p, min_p=one.min_p, seed=seed, position=row.start + len(row.token_ids),
+                    )  # fmt: skip
+                    if scores.max() == float("-inf"):
+                        choice.failed[row.seq_id] = NO_TOKEN
+                    else:
+                        choice.token_ids[index, sample.seq_id] = int(scores.argmax())
+            return choice
+
+        return choose
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+
+
+def plain(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
+    """The engine in plain torch, drawing as the kernel does."""
+
+    def step_parts(*args: Any) -> factory.StepParts:
+        return dataclasses.replace(ORIGINAL_PARTS(*args), chooser=ReferenceChooser())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "step_parts", step_parts)
+        return LLM(str(path), kernels="torch", **(OPTIONS | options))
+
+
+ORIGINAL_PARTS = factory.step_parts
+
+
+def triton(path: Path, **options: Any) -> LLM:
+    llm = LLM(str(path), kernels="triton", **(OPTIONS | options))
+    assert isinstance(llm.llm_engine.executor._sampler._chooser, KernelChooser)  # type: ignore[attr-defined]
+    return llm
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[tuple[int, ...]]]:
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    return [[tuple(answer.token_ids) for answer in output.outputs] for output in outputs]
+
+
+def test_tokens_equal_plain_torch(llama, monkeypatch):
+    """Prompts in chunks, forks, every kind of parameter; cold, and again from a warm prefix cache."""
+    ours, theirs = triton(llama), plain(llama, monkeypatch)
+    want = answers(theirs, PROMPTS, PARAMS)
+    assert answers(ours, PROMPTS, PARAMS) == want
+    before = ours.llm_engine.scheduler.counters.num_prefix_hit_tokens
+    assert answers(ours, PROMPTS, PARAMS) == want
+    assert ours.llm_engine.scheduler.counters.num_prefix_hit_tokens > before
+    assert len(set(want[4])) == 2
+
+
+def test_logprobs_are_near_those_of_plain_torch(llama, monkeypatch):
+    asked = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=3, prompt_logprobs=0)
+    got, want = (
+        llm.generate(prompt_token_ids=[PROMPTS[1]], sampling_params=asked, use_tqdm=False)[0]
+        for llm in (triton(llama), plain(llama, monkeypatch))
+    )
+    got_scores = [token.logprob for token in (*got.outputs[0].logprobs, *got.prompt_logprobs[1:])]
+    want_scores = [token.logprob for token in (*want.outputs[0].logprobs, *want.prompt_logprobs[1:])]
+    torch.testing.assert_close(torch.tensor(got_scores), torch.tensor(want_scores), atol=1e-4, rtol=0)
+
+
+# Three requests that need six blocks where there are five, and the last token of each but the first block's.
+CROWD = [prompt[:14] for prompt in (PROMPTS[1], PROMPTS[3], PROMPTS[5])]
+CROWD_PARAMS = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=5, ignore_eos=True) for index in range(3)]
+CROWDED: dict[str, Any] = {"num_kv_blocks": 5, "swap_space": 0.001, "enable_prefix_caching": False, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_tokens_stay_when_requests_give_way(llama, monkeypatch, mode):
+    want = answers(plain(llama, monkeypatch), CROWD, CROWD_PARAMS)
+    ours = triton(llama, preemption_mode=mode, **CROWDED)
+    assert answers(ours, CROWD, CROWD_PARAMS) == want
+    counters = ours.llm_engine.scheduler.counters
+    assert (counters.num_preempted_swap if mode == "swap" else counters.num_preempted_recompute) > 0
+
+
+class RoundedAttention(TorchAttention):
+    """Plain torch over keys and values that went through the oracle's own 8-bit codes."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def forward(self, q, k, v, cache, metadata, spec):
+        rounded = []
+        for x in (k, v):
+            codes, scales = reference.quantise(x, self.dtype)
+            rounded.append((codes.double() * scales.double()[..., None]).float())
+        return super().forward(q, *rounded, cache, metadata, spec)
+
+
+def test_tokens_of_int8_pages_equal_those_of_the_codes_themselves(llama, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(factory, "TorchAttention", lambda: RoundedAttention(torch.int8))
+        theirs = plain(llama, monkeypatch)
+    ours = triton(llama, kv_cache_dtype="int8")
+    assert ours.llm_engine.executor._cache.layers[0].k.dtype == torch.int8  # type: ignore[attr-defined]
+    assert answers(ours, PROMPTS[:3], PARAMS[:3]) == answers(theirs, PROMPTS[:3], PARAMS[:3])
+
+
+def test_float8_pages_keep_their_scales_through_a_swap(llama):
+    want = answers(triton(llama, kv_cache_dtype="fp8", max_num_batched_tokens=64), CROWD, CROWD_PARAMS)
+    ours = triton(llama, kv_cache_dtype="fp8", preemption_mode="swap", **CROWDED)
+    assert answers(ours, CROWD, CROWD_PARAMS) == want
+    assert ours.llm_engine.scheduler.counters.num_preempted_swap > 0
+
+
+def test_8_bit_pages_are_refused_where_nothing_reads_them(llama):
+    for dtype in ("fp8", "int8"):
+        with pytest.raises(StartError, match="kv_cache_dtype"):
+            LLM(str(llama), kernels="torch", kv_cache_dtype=dtype, **OPTIONS)
+
+
+def test_models_of_transformers_run_on_the_kernels_too(tmp_path, monkeypatch):
+    """With a softcap, a window in every other layer, and a norm of its own kind."""
+    path = make_checkpoint("gemma2", tmp_path, num_hidden_layers=2)
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), PARAMS[1]]
+    assert answers(triton(path), PROMPTS[:2], params) == answers(plain(path, monkeypatch), PROMPTS[:2], params)
+
+
+def test_triton_without_a_gpu_or_the_interpreter_is_refused(llama, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(StartError, match="TRITON_INTERPRET=1"):
+        triton(llama)
