@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,7 +37,6 @@ from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.runner.kv_cache import BlockMover, KVCache, bytes_per_block
 from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.runner.profiling import measure_activations, measure_costs
-from pagestream.engine.sampling.choosing import Chooser
 from pagestream.engine.sampling.sampler import Sampler
 from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes
 from pagestream.engine.text.chat_template import ChatTemplate, read_template
@@ -45,6 +45,10 @@ from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
 from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
 from pagestream.kernels.kv_format import is_quantised
 from pagestream.kernels.transfer import HostLink, PinnedLink, SharedMemory
+
+if TYPE_CHECKING:  # they need Triton, which is not everywhere
+    from pagestream.engine.runner.cuda_graphs import DecodeGraphs, GraphMaker
+    from pagestream.engine.sampling.kernel_chooser import KernelChooser
 
 DEFAULT_MAX_QUEUED_REQS = 1024
 KV_DTYPES = {
@@ -97,7 +101,8 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     injector = FaultInjector() if config.enable_fault_injection else None
     constraints = ConstraintCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids)
     sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)], parts.chooser)
-    runner = ModelRunner(model, cache, sampler, block_size=block_size, link=parts.link, injector=injector)
+    graphs = decode_graphs(config, model, cache, parts, limits, max_model_len, device)
+    runner = ModelRunner(model, cache, sampler, block_size=block_size, link=parts.link, injector=injector, graphs=graphs)
     costs = measure_costs(runner, cache, parts.link, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
     engine = LLMEngine(
         intake=Intake(
@@ -206,7 +211,7 @@ class StepParts:
 
     link: HostLink
     mover: BlockMover | None  # None: plain torch
-    chooser: Chooser | None  # None: the host's
+    chooser: KernelChooser | None  # None: the host draws
 
 
 def step_parts(kernels: Kernels, shape: ModelShape, limits: SchedulerLimits, device: torch.device) -> StepParts:
@@ -218,6 +223,41 @@ def step_parts(kernels: Kernels, shape: ModelShape, limits: SchedulerLimits, dev
 
     chooser = KernelChooser(link, shape.vocab_size, limits.max_num_seqs * MAX_NUM_SEQUENCES, device)
     return StepParts(link, KernelMover(link, device), chooser)
+
+
+def graph_maker(device: torch.device) -> GraphMaker | None:
+    """None where there are no graphs."""
+    if device.type != "cuda":
+        return None
+    from pagestream.engine.runner.cuda_graphs import CudaGraphMaker
+
+    return CudaGraphMaker()
+
+
+def decode_graphs(
+    config: EngineConfig,
+    model: CausalLM,
+    cache: KVCache,
+    parts: StepParts,
+    limits: SchedulerLimits,
+    max_model_len: int,
+    device: torch.device,
+) -> DecodeGraphs | None:
+    """Captured decode steps of the lean decoder; what transformers' modules do in between may not be captured."""
+    maker = graph_maker(device)
+    if maker is None or parts.chooser is None or config.enforce_eager or config.enable_fault_injection:
+        return None
+    from pagestream.engine.models.triton_decoder import TritonDecoder
+    from pagestream.engine.runner.cuda_graphs import DecodeGraphs
+
+    if not isinstance(model, TritonDecoder):
+        return None
+    graphs = DecodeGraphs(
+        model, cache, parts.chooser, parts.link, block_size=config.cache.block_size, max_num_seqs=limits.max_num_seqs,
+        max_context_len=min(max_model_len, config.max_context_len_to_capture), device=device, maker=maker,
+    )  # fmt: skip
+    graphs.capture()
+    return graphs
 
 
 def attention_backend(kernels: Kernels, ops: CpuOps | None, max_model_len: int) -> AttentionBackend:

@@ -91,12 +91,15 @@ def _paged_attention_kernel(
     q_ptr, q_stride, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
     items_ptr, count_ptr, ticket_ptr, partials_ptr, arrivals_ptr,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    A_SIZE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, LEAF: tl.constexpr, GROUP: tl.constexpr, OWN_SLOTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float16 if FORMAT != PLAIN and q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
+    A_SIZE: tl.constexpr = PARTS[0]
+    A_BLOCK: tl.constexpr = PARTS[1]
+    B_BLOCK: tl.constexpr = PARTS[2]
     B_SIZE: tl.constexpr = D - A_SIZE
     HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     PER_KV: tl.constexpr = H // G
@@ -255,7 +258,7 @@ def paged_attention(
         q, q.stride(0), page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
         plan.seq_lens, plan.query_start, plan.short_items, plan.counts, workspace.tickets,
         workspace.partials, workspace.arrivals,
-        H=num_heads, G=num_kv_heads, K=block_size, D=head_size, **head_parts(head_size, is_quantised(k_cache.dtype)),
+        H=num_heads, G=num_kv_heads, K=block_size, D=head_size, PARTS=head_parts(head_size, is_quantised(k_cache.dtype)),
         SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
         M=config.rows, TILE=config.tile, LEAF=config.leaf, GROUP=config.group, OWN_SLOTS=workspace.own_slots, UPCAST=upcast,
         **config.short_options(),

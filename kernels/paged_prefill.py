@@ -33,11 +33,14 @@ def _paged_prefill_kernel(
     q_ptr, q_stride, k_ptr, v_ptr, out_ptr, sinks_ptr, tables_ptr, table_stride, seq_lens_ptr, query_start_ptr,
     items_ptr, count_ptr, ticket_ptr,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    A_SIZE: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float16 if FORMAT != PLAIN and q_ptr.dtype.element_ty == tl.bfloat16 else q_ptr.dtype.element_ty
+    A_SIZE: tl.constexpr = PARTS[0]
+    A_BLOCK: tl.constexpr = PARTS[1]
+    B_BLOCK: tl.constexpr = PARTS[2]
     HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     PER_KV: tl.constexpr = H // G
     total = tl.load(count_ptr) * G
@@ -102,7 +105,7 @@ def paged_prefill(
     _paged_prefill_kernel[(workspace.num_long_programs,)](
         q, q.stride(0), page_words(k_cache), page_words(v_cache), out, sinks, block_tables, block_tables.stride(0),
         plan.seq_lens, plan.query_start, plan.long_items, plan.counts[1:], workspace.tickets[1:],
-        H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size, **head_parts(head_size, is_quantised(k_cache.dtype)),
+        H=num_heads, G=k_cache.shape[1], K=k_cache.shape[2], D=head_size, PARTS=head_parts(head_size, is_quantised(k_cache.dtype)),
         SCALE=scale, WINDOW=plan.window, SOFTCAP=softcap or 0.0, FORMAT=page_format(k_cache),
         M=config.long_rows, TILE=config.long_tile, UPCAST=upcast,
         **config.long_options(),

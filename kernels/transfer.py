@@ -22,8 +22,11 @@ Array = NDArray[Any]
 class HostLink(Protocol):
     """How a step's arrays reach the device, and its results the host."""
 
-    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The same numbers on the device; does not wait for it.  The arrays may be changed afterwards."""
+    def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
+        """The same numbers on the device; does not wait for it.
+
+        into: bytes on the device to put them into, num_bytes(arrays) of them, so that they are where they were the last time.
+        """
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
         """The same numbers on the host.  Waits for all that was launched before: once a step is enough."""
@@ -33,10 +36,13 @@ class HostLink(Protocol):
 
 
 class SharedMemory:
-    """A HostLink where the device is the host: nothing is copied, and the arrays must be left alone afterwards."""
+    """A HostLink where the device is the host: nothing is copied but into a given place; arrays must be left alone afterwards."""
 
-    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
+    def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
+        if into is None:
+            return [torch.from_numpy(array) for array in arrays]
+        write(into, arrays)
+        return views(into, arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
         return [tensor.numpy() for tensor in tensors]
@@ -52,17 +58,12 @@ class PinnedLink:
         self._device = device
         self._pinned = pinned
 
-    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        starts = places([array.nbytes for array in arrays])
-        staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._pinned)
-        in_staging = staging.numpy()
-        for array, start in zip(arrays, starts, strict=False):
-            in_staging[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        on_device = staging.to(self._device, non_blocking=True)
-        return [
-            on_device[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for array, start in zip(arrays, starts, strict=False)
-        ]
+    def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
+        staging = torch.empty(num_bytes(arrays), dtype=torch.uint8, pin_memory=self._pinned)
+        write(staging, arrays)
+        target = torch.empty_like(staging, device=self._device) if into is None else into
+        target.copy_(staging, non_blocking=True)
+        return views(target, arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
         targets = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned) for tensor in tensors]
@@ -75,9 +76,28 @@ class PinnedLink:
         torch.cuda.current_stream(self._device).synchronize()
 
 
-def places(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of so many bytes begin in one buffer, and at the end how large that is."""
+def places(arrays: Sequence[Array]) -> list[int]:
+    """Where each array begins in one buffer, and at the end how large that is."""
     starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + math.ceil(size / ALIGNMENT) * ALIGNMENT)
+    for array in arrays:
+        starts.append(starts[-1] + math.ceil(array.nbytes / ALIGNMENT) * ALIGNMENT)
     return starts
+
+
+def num_bytes(arrays: Sequence[Array]) -> int:
+    return places(arrays)[-1]
+
+
+def write(buffer: Tensor, arrays: Sequence[Array]) -> None:
+    """Put the arrays into bytes on the host."""
+    bytes_ = buffer.numpy()
+    for array, start in zip(arrays, places(arrays), strict=False):
+        bytes_[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def views(buffer: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
+    """The tensors that lie where `write` has put those arrays."""
+    return [
+        buffer[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, start in zip(arrays, places(arrays), strict=False)
+    ]

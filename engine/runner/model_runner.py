@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from pagestream.engine.core.step_plan import StepPlan, StepResult, TokenLogprobs
@@ -12,8 +14,11 @@ from pagestream.engine.runner.forward_timer import ForwardTimer
 from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.runner.pooling import pooled_sums
 from pagestream.engine.sampling.logprobs import prompt_logprobs
-from pagestream.engine.sampling.sampler import Sampler
+from pagestream.engine.sampling.sampler import Drawn, Sampler
 from pagestream.kernels.transfer import HostLink
+
+if TYPE_CHECKING:  # it needs Triton, which is not everywhere
+    from pagestream.engine.runner.cuda_graphs import DecodeGraphs
 
 SCORED_ROWS_AT_ONCE = 64  # a row of logits is large, and a long prompt has thousands
 
@@ -30,13 +35,16 @@ class ModelRunner:
         block_size: int,
         link: HostLink,
         injector: FaultInjector | None = None,
+        graphs: DecodeGraphs | None = None,
     ):
+        """graphs: decode steps that they serve are replayed; not where faults are injected, which happen between the parts."""
         self._model = model
         self._cache = cache
         self._sampler = sampler
         self._block_size = block_size
         self._link = link
         self._injector = injector
+        self._graphs = graphs if injector is None else None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -47,6 +55,8 @@ class ModelRunner:
         self._meet(plan)
         if not plan.scheduled:
             return StepResult(plan.step_id, {})
+        if self._graphs is not None and self._graphs.serves(plan):
+            return self._replay(self._graphs, plan)
         if self._injector is not None:
             self._injector.strike("forward", plan.scheduled)
         batch = build_batch(plan, self._block_size, self._link)
@@ -64,6 +74,15 @@ class ModelRunner:
         drawn = self._sampler.sample(logits, batch.sampling)
         failed = drawn.failed | sums.failed
         return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult:
+        rows = plan.scheduled
+        replayed = graphs.run(rows, self._sampler.observe_rows(rows))
+        if self._sampler.are_plain(rows):
+            drawn = Drawn.of_plain_rows(replayed.choice())
+        else:
+            drawn = self._sampler.sample(replayed.logits, rows)
+        return StepResult(plan.step_id, drawn.sampled, {}, drawn.candidates, drawn.failed)
 
     def _meet(self, plan: StepPlan) -> None:
         for admitted in plan.admitted:

@@ -51,6 +51,9 @@ class BadWords:
                 is_changed = True
         return is_changed
 
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._watched
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         if seq_id in self._watched:
             self._watched[seq_id].add(token_ids)

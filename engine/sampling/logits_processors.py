@@ -26,6 +26,9 @@ class LogitsProcessor(Protocol):
         A row's change must not depend on the other rows.
         """
 
+    def concerns(self, seq_id: int) -> bool:
+        """Whether `apply` could change that sequence's row now; False for one that is unknown."""
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """The sequence goes on with these output tokens."""
 
@@ -52,6 +55,9 @@ class LogitBias:
                 logits[row, token_ids.to(logits.device)] += biases.to(logits.device)
                 is_changed = True
         return is_changed
+
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._biases
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """What was said changes nothing here."""
@@ -82,6 +88,9 @@ class MinTokens:
                 logits[row, self._ending_ids[seq_id].to(logits.device)] = -torch.inf
                 is_changed = True
         return is_changed
+
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._ending_ids
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         if seq_id in self._num_lacking:
@@ -115,6 +124,9 @@ class AllowedTokens:
                 logits[row, allowed] = kept
                 is_changed = True
         return is_changed
+
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._allowed
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """What was said changes nothing here."""

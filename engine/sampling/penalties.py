@@ -92,6 +92,9 @@ class Penalties:
         logits[rows, token_ids] = scores
         return True
 
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._counts
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         if seq_id in self._counts:
             self._counts[seq_id].add(token_ids, 1)

@@ -14,7 +14,7 @@ from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import Admitted, Candidate, SampledTokens, ScheduledSequence
 from pagestream.engine.sampling.bad_words import BadWords
 from pagestream.engine.sampling.beam_candidates import beam_candidates
-from pagestream.engine.sampling.choosing import Chooser, HostChooser
+from pagestream.engine.sampling.choosing import Choice, Chooser, HostChooser
 from pagestream.engine.sampling.drawing import select
 from pagestream.engine.sampling.logits_processors import AllowedTokens, LogitBias, LogitsProcessor, MinTokens
 from pagestream.engine.sampling.logprobs import score_tokens
@@ -31,6 +31,13 @@ class Drawn:
     sampled: dict[int, SampledTokens] = field(default_factory=dict)  # by the sample's seq_id
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)  # by the row's seq_id
     failed: dict[int, str] = field(default_factory=dict)  # by the row's seq_id
+
+
+    @classmethod
+    def of_plain_rows(cls, choice: Choice) -> Drawn:
+        """What was chosen where nothing but tokens is wanted."""
+        sampled = {seq_id: SampledTokens((token_id,)) for (_, seq_id), token_id in choice.token_ids.items()}
+        return cls(sampled, failed=choice.failed)
 
 
 @dataclass(slots=True)
@@ -104,6 +111,16 @@ class Sampler:
         for row in rows:
             self.observe(row.seq_id, row.token_ids, row.start)
         return [self._states[row.seq_id].params for row in rows]
+
+    def are_plain(self, rows: Sequence[ScheduledSequence]) -> bool:
+        """Whether the rows, once observed, need nothing but one draw each from the model's own logits."""
+        return all(len(row.samples) == 1 and self._is_plain(row.seq_id) for row in rows)
+
+    def _is_plain(self, seq_id: int) -> bool:
+        state = self._states[seq_id]
+        if state.fault is not None or state.params.use_beam_search or wants_logprobs(state.params):
+            return False
+        return not any(processor.concerns(seq_id) for processor in self._processors)
 
     def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Drawn:
         """Draw every sample of every row; observes the rows' tokens first.

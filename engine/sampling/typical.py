@@ -42,6 +42,9 @@ class TypicalTokens:
                     is_changed = True
         return is_changed
 
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._params
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """What was said changes nothing here."""
 

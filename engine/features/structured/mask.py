@@ -50,6 +50,9 @@ class ConstraintMask:
         rule_out(logits, rows, bits)
         return True
 
+    def concerns(self, seq_id: int) -> bool:
+        return seq_id in self._matchers
+
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         matcher = self._matchers.get(seq_id)
         if matcher is not None and token_ids and not matcher.consume_tokens(list(token_ids)):

@@ -1,0 +1,108 @@
+"""Compiling before serving, in threads, and noticing what is compiled afterwards.
+
+A kernel is compiled at its first launch with arguments of a kind; while serving, that is a pause of seconds in somebody's answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime.jit import JITFunction, MockTensor
+
+ALIGNMENT = 16  # bytes; pointers of that alignment are of another kind than others
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedLaunch:
+    """A launch that was not made: its kernel, and stand-ins for its arguments."""
+
+    kernel: Any  # triton's JITFunction
+    args: tuple[Any, ...]
+    grid: Any
+    options: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """Launches of one kind need no compilation more than once; whole numbers count by what they are compiled in as."""
+        stand_ins = [argument.dtype if isinstance(argument, MockTensor) else kind_of(argument) for argument in self.args]
+        return f"{id(self.kernel)} {stand_ins} {sorted(self.options.items())}"
+
+
+def kind_of(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return f"unaligned {argument.dtype}"
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        return f"int 1: {argument == 1}, by 16: {argument % 16 == 0}"
+    return type(argument)
+
+
+@contextmanager
+def launches_noted() -> Iterator[list[NotedLaunch]]:
+    """Within it nothing is launched: every launch is noted instead, without the memory of its tensors.
+
+    For the start of a process, before other threads launch anything.  What kernels would have written is left as it was.
+    """
+    noted: list[NotedLaunch] = []
+    original = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        noted.append(NotedLaunch(self, tuple(map(stand_in, args)), grid, options))
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        JITFunction.run = original  # type: ignore[method-assign]
+
+
+def stand_in(argument: Any) -> Any:
+    """The dtype is all that counts of a tensor that lies as tensors usually do."""
+    if isinstance(argument, Tensor) and argument.data_ptr() % ALIGNMENT == 0:
+        return MockTensor(argument.dtype)
+    return argument
+
+
+def compile_noted(launches: list[NotedLaunch], num_threads: int, compiled: Callable[[], object]) -> int:
+    """Compile each kind of launch once; calls `compiled` after each.  Returns how many kinds there were."""
+    kinds = {launch.kind: launch for launch in launches}
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def compile_one(launch: NotedLaunch) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.options)
+
+    def told(future: Future[None]) -> None:
+        compiled()
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="pagestream-compile") as pool:
+        futures = [pool.submit(compile_one, launch) for launch in kinds.values()]
+        for future in futures:
+            future.add_done_callback(told)
+        for future in futures:
+            future.result()
+    return len(kinds)
+
+
+class CompilationCounter:
+    """Counts what Triton compiles in this process from its making on; to be made when all is compiled that should be needed."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self._next = knobs.runtime.jit_post_compile_hook
+        knobs.runtime.jit_post_compile_hook = self._hook
+
+    def _hook(self, **what: Any) -> Any:
+        self.num_compiled += 1
+        logger.warning("kernel %s was compiled while serving: its step had to wait", what["fn"].name)
+        return self._next(**what) if self._next is not None else None
