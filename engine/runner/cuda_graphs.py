@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class CudaGraphMaker:
     """All graphs share one pool of memory: only one runs at a time, and none needs what another left there."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of it
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         graph = torch.cuda.CUDAGraph()
