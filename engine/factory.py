@@ -102,7 +102,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     constraints = ConstraintCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids)
     sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)], parts.chooser)
     graphs = decode_graphs(config, model, cache, parts, limits, max_model_len, device)
-    runner = ModelRunner(model, cache, sampler, block_size=block_size, link=parts.link, injector=injector, graphs=graphs)
+    runner = ModelRunner(model, cache, sampler, block_size=block_size, device=device, link=parts.link, injector=injector, graphs=graphs)
     costs = measure_costs(runner, cache, parts.link, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
     engine = LLMEngine(
         intake=Intake(

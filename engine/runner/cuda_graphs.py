@@ -117,7 +117,11 @@ class DecodeGraphs:
         """Whether every row is one token with one sample, and none too long."""
         rows = plan.scheduled
         return len(rows) <= self._sizes[-1] and all(
-            len(row.token_ids) == 1 and len(row.samples) == 1 and not row.scored_token_ids and row.start < self._max_context_len
+            len(row.token_ids) == 1
+            and len(row.samples) == 1
+            and not row.scored_token_ids
+            and not row.num_pooled
+            and row.start < self._max_context_len
             for row in rows
         )
 

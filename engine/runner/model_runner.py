@@ -33,6 +33,7 @@ class ModelRunner:
         sampler: Sampler,
         *,
         block_size: int,
+        device: torch.device,
         link: HostLink,
         injector: FaultInjector | None = None,
         graphs: DecodeGraphs | None = None,
@@ -42,6 +43,7 @@ class ModelRunner:
         self._cache = cache
         self._sampler = sampler
         self._block_size = block_size
+        self._device = device
         self._link = link
         self._injector = injector
         self._graphs = graphs if injector is None else None
@@ -56,7 +58,7 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult(plan.step_id, {})
         if self._graphs is not None and self._graphs.serves(plan):
-            return self._replay(self._graphs, plan)
+            return self._replay(self._graphs, plan, timer)
         if self._injector is not None:
             self._injector.strike("forward", plan.scheduled)
         batch = build_batch(plan, self._block_size, self._link)
@@ -75,14 +77,15 @@ class ModelRunner:
         failed = drawn.failed | sums.failed
         return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult:
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, timer: ForwardTimer) -> StepResult:
         rows = plan.scheduled
         replayed = graphs.run(rows, self._sampler.observe_rows(rows))
+        timer.stop()
         if self._sampler.are_plain(rows):
             drawn = Drawn.of_plain_rows(replayed.choice())
         else:
             drawn = self._sampler.sample(replayed.logits, rows)
-        return StepResult(plan.step_id, drawn.sampled, {}, drawn.candidates, drawn.failed)
+        return StepResult(plan.step_id, drawn.sampled, {}, drawn.candidates, drawn.failed, forward_s=timer.seconds())
 
     def _meet(self, plan: StepPlan) -> None:
         for admitted in plan.admitted:

@@ -72,7 +72,7 @@ class Setup:
             graphs.capture()
         self.graphs = graphs
         sampler = Sampler(model.shape.eos_token_ids, (), chooser)
-        self.runner = ModelRunner(model, self.cache, sampler, block_size=BLOCK_SIZE, link=link, graphs=graphs)
+        self.runner = ModelRunner(model, self.cache, sampler, block_size=BLOCK_SIZE, device=CPU, link=link, graphs=graphs)
 
     def pages(self) -> torch.Tensor:
         return torch.stack([torch.stack((layer.k, layer.v)) for layer in self.cache.layers])
