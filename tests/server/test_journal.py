@@ -10,10 +10,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import httpx
@@ -23,9 +24,9 @@ from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
 from pagestream.server.journal import Journal, load, prune
 from pagestream.server.metrics import Metrics
 from tests.server.conftest import refusal_of, served
+from tests.server.spawning import ROOT, Spawned, serving
 from tests.server.test_resumable import RESUMABLE, parsed, resume, told
 
-ROOT = Path(__file__).resolve().parents[2]
 STORY = {"prompt": "the quick brown fox", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 REQUESTS = [
     STORY,
@@ -39,27 +40,11 @@ REQUESTS = [
 ]
 
 
-@contextlib.contextmanager
-def serving(model: Path, journal: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    command = [
-        sys.executable, "-m", "pagestream.server", "serve", str(model), "--served-model-name", "m", "--port", "0", "--cpu-threads", "1",
-        "--num-kv-blocks", "256", "--journal", str(journal), "--enable-fault-injection",
-    ]  # fmt: skip
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().rpartition(" at ")[2].strip()
-            with httpx.Client(base_url=url.removesuffix("/v1"), timeout=60) as client:
-                end_s = time.monotonic() + 30
-                while True:
-                    with contextlib.suppress(httpx.TransportError):
-                        if client.get("/readyz").status_code == 200:
-                            break
-                    assert time.monotonic() < end_s
-                    time.sleep(0.02)
-                yield process, client
-        finally:
-            process.kill()
+def with_journal(model: Path, journal: Path) -> AbstractContextManager[Spawned]:
+    return serving(model, "--num-kv-blocks", "256", "--journal", str(journal), "--enable-fault-injection")
+
+
+LONGEST_LIFE_S = 0.6  # from when all have begun to the kill: some are at their end by then
 
 
 class Reader:
@@ -68,18 +53,18 @@ class Reader:
     def __init__(self, fields: dict):
         self.fields = fields
         self.events: list[tuple[str, str]] = []
-        self.limit = 0
+        self.has_begun = threading.Event()
 
     def begin(self, client: httpx.Client) -> None:
-        """Read until so many events are there, or until the server is gone."""
+        """Read until the end, or until the server is gone."""
         raw = b""
         with contextlib.suppress(httpx.TransportError), client.stream(
             "POST", "/v1/completions", json={"model": "m", **self.fields, **RESUMABLE}
         ) as response:
             for piece in response.iter_raw():
                 raw += piece
-                if raw.count(b"\n\n") >= self.limit:
-                    break
+                if b"\n\n" in raw:
+                    self.has_begun.set()
         self.events = parsed(raw)
 
     def go_on(self, client: httpx.Client) -> None:
@@ -90,25 +75,26 @@ class Reader:
 
 
 def kill_and_resume(model: Path, journal: Path, num_kills: int, seed: int) -> None:
+    """Kill the server at random moments while all eight streams are open: each of them must be complete afterwards, and the same."""
     choose = random.Random(seed)
+    num_cut_off = 0
     with ExitStack() as stack:
-        process, client = stack.enter_context(serving(model, journal))
-        whole = [told(parsed(client.post("/v1/completions", json={"model": "m", **fields, **RESUMABLE}).content)) for fields in REQUESTS]
+        server = stack.enter_context(with_journal(model, journal))
+        whole = [told(parsed(server.client.post("/v1/completions", json={"model": "m", **fields, **RESUMABLE}).content)) for fields in REQUESTS]
         for _ in range(num_kills):
             readers = [Reader(fields) for fields in REQUESTS]
-            for reader in readers:
-                reader.limit = choose.randint(1, 120)
             with ThreadPoolExecutor(len(readers)) as pool:
-                begun = [pool.submit(reader.begin, client) for reader in readers]
-                next(iter(begun)).result()  # one has had what it wanted; the others are anywhere
-                process.send_signal(signal.SIGKILL)
+                begun = [pool.submit(reader.begin, server.client) for reader in readers]
+                assert all(reader.has_begun.wait(30) for reader in readers)
+                time.sleep(choose.random() * LONGEST_LIFE_S)
+                server.process.send_signal(signal.SIGKILL)
                 for each in begun:
                     each.result()
             stack.close()
-            readers = [reader for reader in readers if reader.events]
-            process, client = stack.enter_context(serving(model, journal))
+            num_cut_off += sum(told(reader.events)[1][-1:] != ["done"] for reader in readers)
+            server = stack.enter_context(with_journal(model, journal))
             with ThreadPoolExecutor(len(readers)) as pool:
-                list(pool.map(lambda reader, client=client: reader.go_on(client), readers))
+                list(pool.map(lambda reader, client=server.client: reader.go_on(client), readers))
             for reader in readers:
                 expected = whole[REQUESTS.index(reader.fields)]
                 if reader.fields.get("seed") is None and reader.fields["temperature"] == 1:
@@ -117,6 +103,7 @@ def kill_and_resume(model: Path, journal: Path, num_kills: int, seed: int) -> No
                     assert common[-1] == "done"
                 else:
                     assert told(reader.events) == expected, reader.fields
+    assert num_cut_off >= num_kills, "the kills came too late"
     ids = [json.loads(reader.events[0][1])["id"] for reader in readers]
     command = [sys.executable, "-m", "pagestream.server", "replay", ids[-1], "--journal", str(journal)]
     replayed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

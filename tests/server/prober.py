@@ -1,0 +1,45 @@
+"""Asks a server's probes until its standard input ends, then prints what it found.  Does nothing else, so its times are the server's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import select
+import sys
+import time
+
+BETWEEN_S = 0.02
+PATHS = ("/livez", "/readyz")
+
+
+def probe(port: int, path: str) -> tuple[float, int]:
+    """Seconds from connecting to the whole answer, and its status."""
+    started_s = time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        response.read()
+    finally:
+        connection.close()
+    return time.monotonic() - started_s, response.status
+
+
+def main() -> None:
+    port = int(sys.argv[1])
+    longest_s = dict.fromkeys(PATHS, 0.0)
+    statuses: dict[str, set[int]] = {path: set() for path in PATHS}
+    num_rounds = 0
+    print("probing", flush=True)
+    while not select.select([sys.stdin], [], [], BETWEEN_S)[0]:
+        for path in PATHS:
+            took_s, status = probe(port, path)
+            longest_s[path] = max(longest_s[path], took_s)
+            statuses[path].add(status)
+        num_rounds += 1
+    told = {"longest_s": longest_s, "statuses": {path: sorted(found) for path, found in statuses.items()}, "num_rounds": num_rounds}
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A server as a process of its own, and a prober as another, so that neither is measured by a process that is busy itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    process: subprocess.Popen[str]
+    client: httpx.Client
+    port: int
+
+
+@contextlib.contextmanager
+def serving(model: Path | str, *flags: str, cpu_threads: int | None = 1) -> Iterator[Spawned]:
+    """`pagestream serve` of this model under the name m, once it is ready; killed at the end."""
+    command = [sys.executable, "-m", "pagestream.server", "serve", str(model), "--served-model-name", "m", "--port", "0", *flags]
+    if cpu_threads is not None:
+        command += ["--cpu-threads", str(cpu_threads)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
+            with httpx.Client(base_url=url, timeout=60) as client:
+                end_s = time.monotonic() + 60
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        if client.get("/readyz").status_code == 200:
+                            break
+                    assert time.monotonic() < end_s, "the server did not become ready"
+                    time.sleep(0.02)
+                yield Spawned(process, client, httpx.URL(url).port or 80)
+        finally:
+            process.kill()
+
+
+@dataclass(slots=True)
+class Probes:
+    """What a prober has found, once it was told to end."""
+
+    longest_s: dict[str, float]
+    statuses: dict[str, list[int]]
+    num_rounds: int
+
+
+@contextlib.contextmanager
+def probing(port: int) -> Iterator[Probes]:
+    """Ask /livez and /readyz all the time, each on a connection of its own, as a supervisor does; read the result afterwards."""
+    found = Probes({}, {}, 0)
+    command = [sys.executable, "-m", "tests.server.prober", str(port)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "probing\n"
+            yield found
+            process.stdin.close()
+            told = json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+    found.longest_s, found.statuses, found.num_rounds = told["longest_s"], told["statuses"], told["num_rounds"]

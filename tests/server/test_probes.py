@@ -1,0 +1,61 @@
+"""Probes answer within a quarter of a second, whatever the engine is doing: server, load and prober are a process each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.spawning import Probes, Spawned, probing, serving
+
+LIMIT_S = 0.25
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama) -> Iterator[Spawned]:
+    with serving(tiny_llama, "--num-kv-blocks", "256") as spawned:
+        yield spawned
+
+
+def check(probes: Probes) -> None:
+    print(f"\n{probes.num_rounds} rounds, longest {({path: round(took_s, 3) for path, took_s in probes.longest_s.items()})} s")
+    assert probes.statuses == {"/livez": [200], "/readyz": [200]}
+    assert probes.num_rounds >= 10
+    assert max(probes.longest_s.values()) < LIMIT_S, probes.longest_s
+
+
+POST = """
+import httpx, sys
+prompt = "the quick brown fox jumps over the lazy dog " * 120_000
+for _ in range(2):
+    answer = httpx.post(sys.argv[1] + "/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 1}, timeout=120)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+"""
+
+
+def test_probes_answer_while_a_prompt_of_5_mb_is_tokenized(server: Spawned):
+    with probing(server.port) as probes:
+        subprocess.run([sys.executable, "-c", POST, f"http://127.0.0.1:{server.port}"], check=True, timeout=120)
+    check(probes)
+
+
+LOAD = """
+import httpx, sys
+from concurrent.futures import ThreadPoolExecutor
+
+def stream(index):
+    body = {"model": "m", "prompt": f"{index} and on", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    answer = httpx.post(sys.argv[1] + "/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\\n\\n")
+
+with ThreadPoolExecutor(32) as pool:
+    list(pool.map(stream, range(96)))
+"""
+
+
+def test_probes_answer_under_full_load(server: Spawned):
+    with probing(server.port) as probes:
+        subprocess.run([sys.executable, "-c", LOAD, f"http://127.0.0.1:{server.port}"], check=True, timeout=120)
+    check(probes)
