@@ -18,7 +18,7 @@ NUM_RUNNING = 8
 NUM_QUEUED = 8
 WARM_UP_S, CAPACITY_S, OVERLOAD_S = 4.0, 20.0, 60.0
 FACTOR = 10
-BODY = {"model": "m", "max_tokens": 96, "ignore_eos": True, "temperature": 0}
+BODY = {"model": "m", "max_tokens": 128, "ignore_eos": True, "temperature": 0}
 
 
 async def run_closed(port: int, num_clients: int, seconds: float) -> float:

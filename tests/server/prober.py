@@ -8,7 +8,7 @@ import select
 import sys
 import time
 
-BETWEEN_S = 0.02
+BETWEEN_S = 0.05
 PATHS = ("/livez", "/readyz")
 
 

@@ -36,6 +36,7 @@ def serving(model: Path | str, *flags: str, cpu_threads: int | None = 1) -> Iter
             with httpx.Client(base_url=url, timeout=60) as client:
                 end_s = time.monotonic() + 60
                 while True:
+                    assert process.poll() is None, f"the server ended with {process.returncode}"
                     with contextlib.suppress(httpx.TransportError):
                         if client.get("/readyz").status_code == 200:
                             break
