@@ -17,7 +17,7 @@ from pagestream.engine import DeadlineExceeded, FinishReason, Pooling, RequestFa
 from pagestream.server.answer import encode
 from pagestream.server.body import read_body
 from pagestream.server.fields import Flag, Real, Text, Whole, WireModel, as_prompts, prompt_schema
-from pagestream.server.generation import MAX_TIMEOUT_S, check_name, time_limit_s, while_connected
+from pagestream.server.generation import MAX_TIMEOUT_S, check_name, refuse_idempotency, time_limit_s, while_connected
 from pagestream.server.key_limits import Lease, owner_of
 from pagestream.server.settings import ServerSettings
 
@@ -67,6 +67,7 @@ async def create_embeddings(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, EmbeddingRequest, settings.max_body_bytes)
+    refuse_idempotency(http)
     check_name(request.model, settings)
     http.state.answer_id = f"embd-{uuid.uuid4().hex}"
     embeddings = Embeddings(request, http.state.answer_id, engine, time_limit_s(http, request.timeout_s))

@@ -61,11 +61,7 @@ async def respond(
 
     `param` is the field that the prompts came from.  Raises ClientError, EngineFault and ClientDisconnect.
     """
-    http.state.answer_id = answer.id
-    answer.timeout_s = time_limit_s(http, answer.timeout_s)
-    limits: KeyLimits = http.app.state.key_limits
-    owner = owner_of(http, bool(settings.api_keys))
-    answer.take_lease = lambda: limits.take(owner)
+    introduce(http, settings, answer)
     request = answer.request
     answers: SharedAnswers = http.app.state.shared_answers
     journal: Journal | None = http.app.state.journal
@@ -83,6 +79,28 @@ async def respond(
         return await answer.whole()
 
     return json_response(await while_connected(http, admitted_and_whole()))
+
+
+def introduce(http: Request, settings: ServerSettings, answer: Answer) -> None:
+    """Give an answer what its request says besides the body: its place in the log, its deadline, and whose key pays for it.
+
+    Raises InvalidRequest.
+    """
+    http.state.answer_id = answer.id
+    answer.timeout_s = time_limit_s(http, answer.timeout_s)
+    limits: KeyLimits = http.app.state.key_limits
+    owner = owner_of(http, bool(settings.api_keys))
+    answer.take_lease = lambda: limits.take(owner)
+
+
+def refuse_idempotency(http: Request) -> None:
+    """For routes whose answers end with their connection.  Raises InvalidRequest where a client counts on more."""
+    if IDEMPOTENCY_KEY in http.headers:
+        raise InvalidRequest(
+            "Idempotency-Key is not supported here; /v1/completions and /v1/chat/completions take it",
+            param="Idempotency-Key",
+            code="unsupported_parameter",
+        )
 
 
 async def respond_shared(

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from pagestream.server.body import read_body
 from pagestream.server.chat import prepare_as
 from pagestream.server.errors import json_response
-from pagestream.server.generation import admit, check_name, time_limit_s, while_connected
+from pagestream.server.generation import admit, check_name, introduce, refuse_idempotency, while_connected
 from pagestream.server.messages.answer import MessagesAnswer
 from pagestream.server.messages.wire import MessagesRequest
 from pagestream.server.settings import ServerSettings
@@ -23,10 +23,10 @@ async def create_message(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, MessagesRequest, settings.max_body_bytes)
+    refuse_idempotency(http)
     check_name(request.model, settings)
     answer, prompt = await prepare_as(MessagesAnswer, request.as_chat(), engine, settings)
-    http.state.answer_id = answer.id
-    answer.timeout_s = time_limit_s(http, answer.timeout_s)
+    introduce(http, settings, answer)
     if request.stream:
         await while_connected(http, admit(engine, answer, [prompt], "messages"))
         return AnswerStream(answer, settings, answer.events())

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from pagestream.server.body import read_body
 from pagestream.server.chat import prepare_as
 from pagestream.server.errors import json_response
-from pagestream.server.generation import admit, check_name, time_limit_s, while_connected
+from pagestream.server.generation import admit, check_name, introduce, refuse_idempotency, while_connected
 from pagestream.server.responses_api.answer import ResponseAnswer
 from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.settings import ServerSettings
@@ -23,11 +23,11 @@ async def create_response(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, ResponsesRequest, settings.max_body_bytes)
+    refuse_idempotency(http)
     check_name(request.model, settings)
     answer, prompt = await prepare_as(ResponseAnswer, request.as_chat(), engine, settings)
     answer.asked = request
-    http.state.answer_id = answer.id
-    answer.timeout_s = time_limit_s(http, answer.timeout_s)
+    introduce(http, settings, answer)
     if request.stream:
         await while_connected(http, admit(engine, answer, [prompt], "input"))
         return AnswerStream(answer, settings, answer.events())

@@ -27,6 +27,35 @@ def test_a_key_has_so_many_requests_at_a_time(start, options):
     live.until(lambda: ask(live, "a").status_code == 200, "given back when the reader has left")
 
 
+TURNS = [{"role": "user", "content": "Hello"}]
+SHAPES = {
+    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 5},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 5},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 5},
+    "/v1/embeddings": {"input": "Hello"},
+}
+
+
+@pytest.mark.parametrize("path", SHAPES)
+def test_the_limits_hold_on_every_route_that_computes(start, path):
+    live: Live = start({"step_s": 0.01, "context": 100_000}, api_keys=("a",), max_requests_per_key=1)
+    head = {"Authorization": "Bearer a"}
+    with live.client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 50_000, "stream": True}, headers=head):
+        for stream in ({}, {"stream": True}) if path != "/v1/embeddings" else ({},):
+            refused = live.client.post(path, json={"model": "m", **SHAPES[path], **stream}, headers=head)
+            assert (refused.status_code, refused.headers["retry-after"] >= "1") == (429, True)
+    live.until(lambda: live.client.post(path, json={"model": "m", **SHAPES[path]}, headers=head).status_code == 200, "given back")
+    assert live.client.post(path, json={"model": "m", **SHAPES[path]}, headers=head).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/embeddings"])
+def test_an_idempotency_key_is_refused_by_name_where_it_has_no_effect(start, path):
+    live: Live = start()
+    refused = live.client.post(path, json={"model": "m", **SHAPES[path]}, headers={"Idempotency-Key": "k"})
+    assert refused.status_code == 400
+    assert "Idempotency-Key is not supported here" in refused.json()["error"]["message"]
+
+
 def test_a_refused_or_failed_request_gives_its_place_back(start):
     live: Live = start(api_keys=("a",), max_requests_per_key=1)
     for fields in ({"max_tokens": 9999}, {"x_fault": {"kind": "raise"}}, {"stream": True, "x_fault": {"kind": "raise"}}, {}):
