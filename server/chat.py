@@ -108,7 +108,11 @@ A = TypeVar("A", bound=ChatAnswer)
 
 async def prepare_as(kind: type[A], request: ChatRequest, engine: AsyncLLMEngine, settings: ServerSettings) -> tuple[A, str]:
     """The same for an answer that is written in another shape."""
-    plan = request.reply_plan(engine.chat_template, settings.parsers)
+    def token_id_of(text: str) -> int | None:
+        token_ids = engine.tokenizer.encode(text, False)
+        return token_ids[0] if len(token_ids) == 1 else None
+
+    plan = request.reply_plan(engine.chat_template, settings.parsers, token_id_of)
     params = request.sampling_params(plan)
     messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
     # In a helper thread: a long conversation must not hold the loop that everybody's streams run on.

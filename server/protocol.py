@@ -6,6 +6,7 @@ name, except for the values listed there, which ask for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -309,11 +310,11 @@ class ChatRequest(GenerationRequest):
         check_tools(self.tools, self.tool_choice)
         return self
 
-    def reply_plan(self, template: str | None, parsers: Parsers) -> ReplyPlan:
-        """Raises InvalidRequest naming the field."""
+    def reply_plan(self, template: str | None, parsers: Parsers, token_id_of: Callable[[str], int | None]) -> ReplyPlan:
+        """`token_id_of` knows texts that are one token.  Raises InvalidRequest naming the field."""
         constraint = find_constraint(self.response_format, self.structured_outputs)
         is_parallel = self.parallel_tool_calls is not False
-        return plan_reply(self.tools or (), self.tool_choice, is_parallel, constraint, template, parsers)
+        return plan_reply(self.tools or (), self.tool_choice, is_parallel, constraint, template, parsers, token_id_of)
 
     def sampling_params(self, plan: ReplyPlan) -> SamplingParams:
         """Raises InvalidRequest naming the field."""

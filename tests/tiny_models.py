@@ -6,6 +6,7 @@ The weights are large, so that the likeliest token has a real margin and a wrong
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,11 @@ def make_checkpoint(arch: str, folder: Path, *, seed: int = 0, dtype: torch.dtyp
     return folder
 
 
-def make_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of exactly VOCAB_SIZE tokens, with a chat template."""
+def make_tokenizer(folder: Path, *, specials: Sequence[str] = ()) -> None:
+    """A byte-level BPE tokenizer of exactly VOCAB_SIZE tokens, with a chat template; `specials` are further special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    specials = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    specials = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *specials]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagestream.engine import Constraint, InvalidRequest
@@ -62,14 +62,22 @@ def plan_reply(
     constraint: Constraint | None,
     template: str | None,
     parsers: Parsers,
+    token_id_of: Callable[[str], int | None],
 ) -> ReplyPlan:
-    """`constraint` is what else the request asks of the answer.  Raises InvalidRequest where that leaves no room for calls."""
+    """`constraint` is what else the request asks of the answer; `token_id_of` knows texts that are one token.
+
+    With tools that may be called, an answer is calls or else what a response_format asks for.  Raises InvalidRequest where a
+    constraint of another kind leaves no room for calls.
+    """
     syntax = find_syntax(parsers.tool_calls, template)
     callable_tools = tuple(tools) if choice != "none" else ()
-    if callable_tools and constraint is not None:
+    if callable_tools and constraint is not None and constraint.kind != "json_schema":
         raise InvalidRequest(f"{constraint.param} leaves no room for tool calls; give tool_choice none", param=constraint.param)
     if callable_tools:
-        constraint = find_tool_constraint(syntax, callable_tools, choice, is_parallel)
+        if syntax.shows_special_tokens:
+            syntax = replace(syntax, opening_token_id=token_id_of(syntax.opening))
+        schema = None if constraint is None else constraint.text
+        constraint = find_tool_constraint(syntax, callable_tools, choice, is_parallel, schema)
     may_reason = parsers.reasoning == "think" or (parsers.reasoning == "auto" and THINK in (template or ""))
     return ReplyPlan(
         syntax=syntax,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Collection
@@ -13,6 +14,10 @@ from pagestream.server.tools.syntax import CallSyntax
 
 THINK, END_THINK = "<think>", "</think>"
 ID_ALPHABET = string.ascii_letters + string.digits
+# Of a call whose name stands before its arguments.
+NAME_CHARACTERS = frozenset(ID_ALPHABET + "_.-")
+NAMED_HEAD = re.compile(r"(?P<name>[a-zA-Z0-9_.\-]+)\s*(\[CALL_ID\]\s*\w+\s*)?(\[ARGS\])?\s*")
+MAX_HEAD = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +146,11 @@ class CallReader:
     def _skip(self, text: str, parts: list[Part]) -> str:
         """Past what may stand between calls, up to the next one; anything else is content again."""
         syntax = self._syntax
-        rest = text.lstrip(syntax.between)
+        rest = self._past_between(text)
         if self._is_opened:
             self._raw += text[: len(text) - len(rest)]
+        if syntax.names_first and self._is_opened and rest[:1] in NAME_CHARACTERS:
+            return self._read_head(rest, parts)
         if rest.startswith("{") and (self._is_opened or not syntax.closing):
             self._scanner, self._num_sent = CallScanner(), None
             return rest
@@ -159,6 +166,27 @@ class CallReader:
         if rest:
             self._give_back(parts)
         return rest
+
+    def _past_between(self, text: str) -> str:
+        """An opening may begin with a character that means nothing between calls, and means something all the same."""
+        opening, between = self._syntax.opening, self._syntax.between
+        while text and text[0] in between and not opening.startswith(text[: len(opening)]):
+            text = text[1:]
+        return text
+
+    def _read_head(self, text: str, parts: list[Part]) -> str:
+        """The name of a call whose arguments follow it, and the marks between the two."""
+        head, brace, _ = text.partition("{")
+        found = NAMED_HEAD.fullmatch(head)
+        if not brace and len(head) <= MAX_HEAD:
+            self._held = text  # more of it may be coming
+            return ""
+        if not brace or found is None or found["name"] not in self._names:
+            self._give_back(parts)
+            return text
+        self._raw += head
+        self._scanner, self._num_sent = CallScanner.of_arguments(found["name"]), None
+        return text[len(head) :]
 
     def _scan(self, scanner: CallScanner, text: str, parts: list[Part]) -> str:
         for at, character in enumerate(text, 1):

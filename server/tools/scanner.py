@@ -26,6 +26,14 @@ class CallScanner:
         self._is_escaped = False
         self._key: str | None = None  # whose value is being read
         self._text = ""  # of the key or of the value, so far
+        self._is_bare = False
+
+    @classmethod
+    def of_arguments(cls, name: str) -> CallScanner:
+        """Reads the arguments alone, {…}, of a call whose name has been read."""
+        scanner = cls()
+        scanner.name, scanner._key, scanner._depth, scanner._is_bare = name, ARGUMENTS_KEYS[0], 1, True
+        return scanner
 
     def push(self, character: str) -> None:
         """One more character; nothing may come after the end."""
@@ -76,6 +84,7 @@ class CallScanner:
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
+            self.is_done = self._is_bare and self._depth == 1
 
     def _keep(self, character: str) -> None:
         if self._key in ARGUMENTS_KEYS:

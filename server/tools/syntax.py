@@ -2,7 +2,8 @@
 
 Hermes and Qwen:  <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>, anywhere in the answer, several one after the other
 Llama 3:          {"name": "f", "parameters": {…}} as the whole answer, several with ; between
-Mistral:          [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …] at the end of the answer
+Mistral:          [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …] at the end of the answer, where [TOOL_CALLS] is a special token;
+                  newer ones write [TOOL_CALLS]f[ARGS]{…} for each call, some with [CALL_ID] and an id before [ARGS]
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream.engine import Constraint, InvalidRequest
+from pagestream.engine import Constraint
 from pagestream.server.tools.wire import NamedTool, Tool, ToolChoice
 
 # JSON as the tojson of chat templates spaces it, which is what models have been trained on.
@@ -31,13 +32,16 @@ class CallSyntax:
     first: str = ""  # what a forced answer begins with, and
     last: str = ""  # what it ends with
     shows_special_tokens: bool = False  # the opening is a special token, which texts usually leave out
+    names_first: bool = False  # an opening may be followed by a name and bare arguments, too
+    opening_token_id: int | None = None  # where the vocabulary has the opening as one token
     id_length: int = 24  # of a call's id
 
     def call_rule(self, number: int, tool: Tool) -> str:
-        head = f'{self.opening_text}{{"name": {json.dumps(tool.function.name)}, "{self.arguments_key}": '
+        # In the pieces that JSON has: as one long text, its beginning would win over an object of other keys; see `or_reply`.
+        pieces = [self.opening_text + "{", '"name"', ": ", json.dumps(tool.function.name), ", ", f'"{self.arguments_key}"', ": "]
         tail = "}" + self.closing_text
         return (
-            f"call_{number}: {json.dumps(head)} args_{number} {json.dumps(tail)}\n"
+            f"call_{number}: {' '.join(map(json.dumps, pieces))} args_{number} {json.dumps(tail)}\n"
             f"args_{number}: %json {json.dumps({**tool.function.schema_, 'x-guidance': AS_TEMPLATES_WRITE})}\n"
         )
 
@@ -51,26 +55,39 @@ class CallSyntax:
 
     def forced(self, tools: Sequence[Tool], is_parallel: bool) -> Constraint:
         """The language of answers that are calls of these tools and nothing else."""
-        more = f" ({json.dumps(self.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
-        first, last = (json.dumps(text) + " " if text else "" for text in (self.first, self.last))
-        return Constraint("grammar", f"start: {first}call{more} {last}\n{self.call_rules(tools)}", "tools")
+        return Constraint("lark", f"start: calls\n{self.calls_rule(is_parallel)}{self.call_rules(tools)}", "tools")
 
     def strict(self, tools: Sequence[Tool], is_parallel: bool) -> Constraint:
-        """The language of answers that may be any text, but in which every call fits its tool.  Raises InvalidRequest."""
-        if self.shows_special_tokens:
-            raise InvalidRequest(
-                f"strict tools and parallel_tool_calls false need a tool_choice that forces a call where calls are {self.name}'s",
-                param="tools",
-            )
+        """The language of answers that may be any text, but in which every call fits its tool."""
         rules = self.call_rules(tools)
         if self.is_whole_answer:
-            more = f" ({json.dumps(self.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
-            return Constraint("grammar", f"start: TEXT | call{more}\nTEXT: /([^{{](.|\\n)*)?/\n{rules}", "tools")
+            rules += self.calls_rule(is_parallel)
+            return Constraint("lark", f"start: TEXT | calls\nTEXT: /([^{{](.|\\n)*)?/\n{rules}", "tools")
         # The text before a call ends with its opening, at the first one there is; from there on only a call will do.
-        start = "(before call)* TEXT" if is_parallel else "TEXT | before call"
         before = f"before[lazy]: /(.|\\n)*/ {json.dumps(self.opening)}"
-        body = rules.replace(f': "{self.opening}', ': "')
-        return Constraint("grammar", f"start: {start}\n{before}\nTEXT: /(.|\\n)*/\n{body}", "tools")
+        if self.opening_token_id is not None:
+            before = f"before: TEXT {self.opening_rule}"  # no text holds a special token
+        if self.first:
+            start, rules = "TEXT | before calls", rules + self.calls_rule(is_parallel)
+        else:
+            start, rules = "(before call)* TEXT" if is_parallel else "TEXT | before call", rules.replace(f': "{self.opening}', ': "')
+        return Constraint("lark", f"start: {start}\n{before}\nTEXT: /(.|\\n)*/\n{rules}", "tools")
+
+    def or_reply(self, schema: str, tools: Sequence[Tool], is_parallel: bool) -> Constraint:
+        """The language of answers that are calls of these tools or else JSON of this schema."""
+        opening = f"{self.opening_rule} " if self.first else ""
+        reply = f"reply: %json {json.dumps({**json.loads(schema), 'x-guidance': AS_TEMPLATES_WRITE})}\n"
+        rules = reply + self.calls_rule(is_parallel) + self.call_rules(tools)
+        return Constraint("lark", f"start: reply | {opening}calls\n{rules}", "response_format")
+
+    @property
+    def opening_rule(self) -> str:
+        return json.dumps(self.opening) if self.opening_token_id is None else f"<[{self.opening_token_id}]>"
+
+    def calls_rule(self, is_parallel: bool) -> str:
+        more = f" ({json.dumps(self.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
+        first, last = (json.dumps(text) if text else "" for text in (self.first, self.last))
+        return f"calls: {first} call{more} {last}\n"
 
     def call_rules(self, tools: Sequence[Tool]) -> str:
         rules = "".join(self.call_rule(number, tool) for number, tool in enumerate(tools))
@@ -80,8 +97,9 @@ class CallSyntax:
 HERMES = CallSyntax("hermes", "<tool_call>", "</tool_call>", " \n", "arguments", "\n")
 LLAMA3 = CallSyntax("llama3", "{", "", " \n;", "parameters", ";", is_whole_answer=True)
 MISTRAL = CallSyntax(
-    "mistral", "[TOOL_CALLS]", "", " \n,[]", "arguments", ", ", first="[", last="]", shows_special_tokens=True, id_length=9
-)
+    "mistral", "[TOOL_CALLS]", "", " \n,[]", "arguments", ", ", first="[", last="]", shows_special_tokens=True, names_first=True,
+    id_length=9,
+)  # fmt: skip
 SYNTAXES = {syntax.name: syntax for syntax in (HERMES, LLAMA3, MISTRAL)}
 
 
@@ -99,14 +117,16 @@ def find_syntax(chosen: str, template: str | None) -> CallSyntax:
 
 
 def find_tool_constraint(
-    syntax: CallSyntax, tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool
+    syntax: CallSyntax, tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, schema: str | None
 ) -> Constraint | None:
-    """What the choice demands of the answer; None where the model is free.  Raises InvalidRequest."""
+    """What the choice demands of the answer; None where the model is free.  `schema` is of an answer that calls nothing."""
     if isinstance(choice, NamedTool):
         return syntax.forced([tool for tool in tools if tool.function.name == choice.function.name], False)
     if choice == "required":
         return syntax.forced(tools, is_parallel)
-    if tools and (any(tool.function.strict for tool in tools) or not is_parallel):
+    if schema is not None:
+        return syntax.or_reply(schema, tools, is_parallel)
+    if any(tool.function.strict for tool in tools) or not is_parallel:
         return syntax.strict(tools, is_parallel)
     return None
 

@@ -66,9 +66,16 @@ def from_rules(text: str) -> str:
     return grammar_from("grammar" if "::=" in text else "lark", text)
 
 
+def from_lark(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "json_schema": from_json_schema,
     "regex": from_regex,
     "choice": from_choices,
     "grammar": from_rules,
+    "lark": from_lark,  # where the notation is known: what a rule quotes may look like GBNF
 }

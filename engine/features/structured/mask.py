@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 # A mask takes some 70 us; fewer of them are done before a pool of threads has woken.
 MASKS_WORTH_THREADS = 16
 
+# Of eight tokens each, lowest bit first: no limit where the bit is set.
+LIMITS_OF_BYTES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf).astype(np.float32)
+
 
 class ConstraintMask:
     """Invariant: a sequence's matcher has consumed exactly its output tokens, so a step can be repeated and a mask recomputed.
@@ -83,10 +86,12 @@ class ConstraintMask:
 
 def rule_out_on_host(logits: Tensor, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
     """Write -inf wherever a row's bit is 0: logits [R, V] float32 on the CPU, bits [len(rows), ceil(V / 32)]."""
-    scores = logits.numpy()
-    for row, mask in zip(rows, bits.view(np.uint8), strict=True):
-        is_allowed = np.unpackbits(mask, count=logits.shape[-1], bitorder="little").view(np.bool_)
-        np.copyto(scores[row], -np.inf, where=~is_allowed)
+    scores, masks = logits.numpy(), bits.view(np.uint8)
+    limits = np.empty((masks.shape[1], 8), np.float32)
+    for row, mask in zip(rows, masks, strict=True):
+        # A minimum with plus or minus infinity takes a fifth of a masked copy's time where allowed tokens are scattered.
+        np.take(LIMITS_OF_BYTES, mask, axis=0, out=limits, mode="clip")
+        np.minimum(scores[row], limits.reshape(-1)[: logits.shape[-1]], out=scores[row])
 
 
 def rule_out_on_device(logits: Tensor, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
