@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UPDATE_S = 0.1
-MAX_SHARE = 0.02  # of the time may go into looking: a large pool is looked at less often
+# While requests run, so much of the time may go into looking and telling: a large pool is looked at less often, and so is one that
+# many look at.  What it takes from the requests is several times that, as the operators use every core and wait for the slowest.
+MAX_SHARE = 0.004
+TELLING_S = 0.0003  # what an event costs for each who gets it
+AFTER_THE_START_S = 0.001  # of the next step: until then, the step would wait for what is done here
 
 State = dict[str, dict[Any, Any]]
 
@@ -65,12 +69,13 @@ class LiveFeed:
             with self._engine.watched():
                 while self._watchers:
                     view = await self._engine.live_view()
+                    await asyncio.sleep(AFTER_THE_START_S)
                     start_s = time.perf_counter()
                     self._tell(state_of(view))
                     if not view.requests and not self._engine.is_ready:
                         return
-                    spent_s = view.cost_s + time.perf_counter() - start_s
-                    await asyncio.sleep(max(UPDATE_S, spent_s / MAX_SHARE))
+                    spent_s = view.cost_s + time.perf_counter() - start_s + TELLING_S * len(self._watchers)
+                    await asyncio.sleep(max(UPDATE_S, spent_s / MAX_SHARE) if view.requests else UPDATE_S)
         except EngineDead:
             log.info("the live view ends with its engine")
         except Exception:
