@@ -9,7 +9,7 @@ namespace ps {
 
 // Scratch of attend(), kept between calls.
 struct AttentionScratch {
-    Memory states;
+    Memory states, splits;
     std::vector<QueryTile> tiles;
     struct Part {
         long tile, split, state;
@@ -22,8 +22,9 @@ struct AttentionScratch {
 template <class Put>
 void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Batch& batch, const Queries& queries,
             AttentionScratch& scratch, const Put& put) {
-    const long per_group = queries.heads_per_group, width = Queries::padded(pages.head_size);
+    const long per_group = queries.heads_per_group, width = queries.width();
     const size_t state_size = Softmax::count(QUERY_ROWS, width);
+    SplitScratch* splits = scratch.splits.reserve<SplitScratch>(pool.size());  // one a thread
     auto& tiles = scratch.tiles;
     tiles.clear();
     for (long seq = 0; seq < batch.num_seqs; ++seq) {
@@ -42,17 +43,23 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
     };
     const long count = (long)tiles.size();
     if (count >= 4 * pool.size() || pool.size() == 1) {
+        // A chunk takes the groups of some rows one after the other: their keys lie side by side.
+        const long per_chunk = count >= 8 * pool.size() * pages.num_heads ? pages.num_heads : 1;
         float* states = scratch.states.reserve<float>(2 * pool.size() * state_size);
-        pool.run(count, [&](long chunk, int thread) {
-            const QueryTile& tile = tiles[count - 1 - chunk];  // the later in a prompt, the more keys: long ones first
-            TileAttention attention(pages, spec, batch, queries, tile);
+        pool.run(count / per_chunk, [&](long chunk, int thread) {
             Softmax state(states + 2 * thread * state_size), later(states + (2 * thread + 1) * state_size);
-            attention.attend(attention.first_split(), state);
-            for (long split = attention.first_split() + 1; split <= attention.last_split(); ++split) {
-                attention.attend(split, later);
-                state.merge(later, tile.rows, width);
+            const long first = count - (chunk + 1) * per_chunk;  // the later in a prompt, the more keys: long ones first
+            for (long i = first; i < first + per_chunk; ++i) {
+                TileAttention attention(pages, spec, batch, queries, tiles[i]);
+                const long after = i + 1 < first + per_chunk ? i + 1 : std::max(0L, first - (pool.size() - 1) * per_chunk - per_chunk);
+                const TileAttention next(pages, spec, batch, queries, tiles[after]);
+                attention.attend(attention.first_split(), state, splits[thread], &next);
+                for (long split = attention.first_split() + 1; split <= attention.last_split(); ++split) {
+                    attention.attend(split, later, splits[thread], &next);
+                    state.merge(later, tiles[i].rows, width);
+                }
+                finish(attention, state, tiles[i]);
             }
-            finish(attention, state, tile);
         });
         return;
     }
@@ -68,11 +75,11 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
     }
     scratch.first_part.push_back((long)parts.size());
     float* states = scratch.states.reserve<float>(parts.size() * state_size);
-    pool.run((long)parts.size(), [&](long i, int) {
+    pool.run((long)parts.size(), [&](long i, int thread) {
         const QueryTile& tile = tiles[parts[i].tile];
         TileAttention attention(pages, spec, batch, queries, tile);
         Softmax state(states + parts[i].state);
-        attention.attend(parts[i].split, state);
+        attention.attend(parts[i].split, state, splits[thread], nullptr);
         if (attention.first_split() == attention.last_split()) finish(attention, state, tile);
     });
     if ((long)parts.size() == count) return;

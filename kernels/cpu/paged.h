@@ -87,10 +87,12 @@ struct Queries {
     long num_tokens, heads_per_group, head_size;
     long format;
 
-    static long padded(long head_size) { return round_up(head_size, 16); }
-    long lanes() const { return padded(head_size) / per_lane(format); }
+    // A head's size, padded to whole tiles of 16 lanes.
+    static long padded(long head_size, long format) { return round_up(head_size, 16 * per_lane(format)); }
+    long width() const { return padded(head_size, format); }
+    long lanes() const { return width() / per_lane(format); }
     static size_t count(long tokens, long heads, long head_size, long format) {
-        return (size_t)tokens * heads * padded(head_size) / per_lane(format);
+        return (size_t)tokens * heads * padded(head_size, format) / per_lane(format);
     }
     uint32_t* row(long group, long token, long head) const {
         return data + ((group * num_tokens + token) * heads_per_group + head) * lanes();

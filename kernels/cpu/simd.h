@@ -70,8 +70,20 @@ inline vf fma(vf a, vf b, vf c) {
 }
 
 // A NaN in `x` stays; a NaN in `bound` does not come in.
-inline vf at_least(vf x, vf bound) { return x < bound ? bound : x; }
-inline vf at_most(vf x, vf bound) { return x > bound ? bound : x; }
+inline vf at_least(vf x, vf bound) {
+#if PS_LANES == 16
+    return (vf)_mm512_max_ps((__m512)bound, (__m512)x);
+#else
+    return x < bound ? bound : x;
+#endif
+}
+inline vf at_most(vf x, vf bound) {
+#if PS_LANES == 16
+    return (vf)_mm512_min_ps((__m512)bound, (__m512)x);
+#else
+    return x > bound ? bound : x;
+#endif
+}
 
 // Reductions over the lanes, in one fixed order: halves onto halves.
 inline float sum(vf v) {
@@ -170,6 +182,23 @@ inline vf exp(vf x) {
 #endif
 }
 inline float exp(float x) { return exp(splat(x))[0]; }
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Never below about 2^-126.
+inline vf exp2_coarse(vf x) {
+    x = at_least(x, splat(-126.0f));
+    const vf shifted = x + splat(12582912.0f), n = shifted - splat(12582912.0f);  // the nearest integer, as in exp
+    const vf r = x - n;
+    vf p = fma(splat(0.055171646f), r, splat(0.24261114f));
+    p = fma(p, r, splat(0.69326097f));
+    p = fma(p, r, splat(0.99992806f));
+#if PS_LANES == 16
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return p * (vf)(((vi)shifted << 23) + 0x3f800000);
+#endif
+}
 
 // 1 / x within 2 units in the last place, 0 for what is too large to have a normal reciprocal.
 inline vf reciprocal(vf x) {
