@@ -96,9 +96,10 @@ struct DistantPanel {
 template <class Block>
 struct ExpandedPanel {
     const uint8_t* blocks;
-    uint32_t* ring;  // of two blocks: one is multiplied while the other is written
+    uint32_t* memory;
+    bool keep;  // for the rows that follow; else two places do: one block is multiplied while the next is written
     const uint32_t* operator()(long kb) const {
-        uint32_t* tiles = ring + kb % 2 * PANEL_LANES;
+        uint32_t* tiles = memory + (keep ? kb : kb % 2) * PANEL_LANES;
         fetch_block<Block::BYTES>(blocks + kb * Block::BYTES);
         Block::expand(blocks + kb * Block::BYTES, tiles);
         return tiles;
@@ -160,68 +161,58 @@ inline void emit(const Linear& w, long row, long rows, long panel, const float* 
 
 // ---- the whole product -----------------------------------------------------------------------------------------------
 
-// Computes blocks of y, [rows][32], from the panels of one chunk.  Quantised panels that serve more than one block of rows
-// are expanded once for all of them; the others piece by piece, on the way into the tile registers.
-class ChunkProduct {
-public:
-    ChunkProduct(const Linear& w, const Rows& x, long first_panel, long panels, bool many_rows, Memory& scratch)
-        : w_(w), x_(x), first_panel_(first_panel), keeps_(w.quantised() && (many_rows || !PS_AMX)) {
-        if (w.quantised()) expanded_ = scratch.reserve<uint32_t>((keeps_ ? panels * w.k_blocks : 2) * PANEL_LANES);
-    }
-
-    // `first`: no other rows of this chunk have been multiplied by this panel before.
-    void operator()(long panel, long row, long rows, bool first, float* y) {
-        const uint32_t* a = x_.group(row);
-        const uint32_t* b = reinterpret_cast<const uint32_t*>(w_.block(panel, 0));
-        if (keeps_) {
-            uint32_t* own = expanded_ + (panel - first_panel_) * w_.k_blocks * PANEL_LANES;
-            if (first) expand_panel(w_, panel, own);
-            b = own;
-        }
-        if (w_.format == F32) return vector_block<F32Lane>(a, rows, w_.k_blocks, b, first, y);
-#if PS_AMX
-        if (first || rows < ROW_BLOCK) linear_tiles(rows).activate();
-        if (keeps_ || !first) tile_block(a, rows, w_.k_blocks, CachedPanel{b}, y);
-        else if (w_.format == Q4) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q4Block>{w_.block(panel, 0), expanded_}, y);
-        else if (w_.format == Q8) tile_block(a, rows, w_.k_blocks, ExpandedPanel<Q8Block>{w_.block(panel, 0), expanded_}, y);
-        else tile_block(a, rows, w_.k_blocks, DistantPanel{b}, y);
-#else
-        vector_block<Bf16Lane>(a, rows, w_.k_blocks, b, first && !keeps_, y);
-#endif
-    }
-
-private:
-    const Linear& w_;
-    const Rows& x_;
-    const long first_panel_;
-    const bool keeps_;  // the chunk's panels, expanded
-    uint32_t* expanded_ = nullptr;
+struct Span {
+    long first, last;  // last is beyond the end
 };
 
-// Calls finish(row, rows, panel, y) for each finished block, y being [rows][32] floats; blocks come in any order.
+// Calls finish(row, rows, panel, y) for each finished block of some rows and panels, y being [rows][32] floats.  A quantised
+// panel is expanded once for all rows: on a machine with tile registers piece by piece, on the first rows' way into them.
+template <class Finish>
+void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memory& scratch, const Finish& finish) {
+    const bool keep = rows.last - rows.first > ROW_BLOCK;
+    uint32_t* expanded = w.quantised() ? scratch.reserve<uint32_t>(w.k_blocks * PANEL_LANES) : nullptr;
+    alignas(64) float y[ROW_BLOCK * PANEL];
+#if PS_AMX
+    long configured = 0;
+#endif
+    for (long panel = panels.first; panel < panels.last; ++panel) {
+        const uint32_t* dense = expanded ? expanded : reinterpret_cast<const uint32_t*>(w.block(panel, 0));
+        if (expanded && !PS_AMX) expand_panel(w, panel, expanded);
+        for (long row = rows.first; row < rows.last; row += ROW_BLOCK) {
+            const long count = std::min(ROW_BLOCK, rows.last - row);
+            const uint32_t* a = x.group(row);
+            const bool first = row == rows.first;
+            if (w.format == F32) vector_block<F32Lane>(a, count, w.k_blocks, dense, first, y);
+            else {
+#if PS_AMX
+                if (configured != count) linear_tiles(configured = count).activate();
+                if (!first) tile_block(a, count, w.k_blocks, CachedPanel{dense}, y);
+                else if (w.format == Q4) tile_block(a, count, w.k_blocks, ExpandedPanel<Q4Block>{w.block(panel, 0), expanded, keep}, y);
+                else if (w.format == Q8) tile_block(a, count, w.k_blocks, ExpandedPanel<Q8Block>{w.block(panel, 0), expanded, keep}, y);
+                else tile_block(a, count, w.k_blocks, DistantPanel{dense}, y);
+#else
+                vector_block<Bf16Lane>(a, count, w.k_blocks, dense, first && !expanded, y);
+#endif
+            }
+            finish(row, count, panel, y);
+        }
+    }
+#if PS_AMX
+    if (configured) release_tiles();
+#endif
+}
+
+// The same for all panels and m rows, shared out among the threads; blocks come in any order.
 template <class Finish>
 void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& finish) {
-    // A chunk is so many panels that they stay in the second-level cache while its rows pass by.
-    constexpr long CHUNK_ROWS = 256, CHUNK_BYTES = 512 << 10;
-    const long row_chunks = ceil_div(m, CHUNK_ROWS), expanded_bytes = w.k_blocks * PANEL_LANES * 4;
-    const long share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
-    const long per_chunk = std::max<long>({1, std::min(share, CHUNK_BYTES / expanded_bytes), ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
+    constexpr long CHUNK_ROWS = 256;
+    const long row_chunks = ceil_div(m, CHUNK_ROWS), share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
+    const long per_chunk = std::max<long>({1, share, ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
     const long panel_chunks = ceil_div(w.panels, per_chunk);
     pool.run(row_chunks * panel_chunks, [&](long chunk, int thread) {
-        const long first_row = chunk / panel_chunks * CHUNK_ROWS, last_row = std::min(m, first_row + CHUNK_ROWS);
-        const long at = chunk % panel_chunks, first = w.panels * at / panel_chunks, last = w.panels * (at + 1) / panel_chunks;
-        ChunkProduct product(w, x, first, last - first, last_row - first_row > ROW_BLOCK, pool.scratch(thread));
-        alignas(64) float y[ROW_BLOCK * PANEL];
-        for (long row = first_row; row < last_row; row += ROW_BLOCK) {
-            const long rows = std::min(ROW_BLOCK, last_row - row);
-            for (long panel = first; panel < last; ++panel) {
-                product(panel, row, rows, row == first_row, y);
-                finish(row, rows, panel, y);
-            }
-        }
-#if PS_AMX
-        if (w.format != F32) release_tiles();
-#endif
+        const long first_row = chunk / panel_chunks * CHUNK_ROWS, at = chunk % panel_chunks;
+        const Span panels{w.panels * at / panel_chunks, w.panels * (at + 1) / panel_chunks};
+        multiply_span(w, x, {first_row, std::min(m, first_row + CHUNK_ROWS)}, panels, pool.scratch(thread), finish);
     });
 }
 

@@ -128,4 +128,22 @@ private:
     alignas(64) std::atomic<long> done_{0};
 };
 
+// Gives each thread the same chunks in every loop over the same number of them, so that it finds its own data in its cache;
+// a thread that is done takes what the others have not begun.
+class OwnFirst {
+public:
+    OwnFirst(long chunks, int threads) : chunks_(chunks), threads_(threads), taken_(chunks) {}
+
+    long take(int thread) {
+        for (long c = thread; c < chunks_; c += threads_)
+            if (!taken_[c].exchange(true)) return c;
+        for (long c = chunks_ - 1;; c = c ? c - 1 : chunks_ - 1)
+            if (!taken_[c].exchange(true)) return c;
+    }
+
+private:
+    long chunks_, threads_;
+    std::vector<std::atomic<bool>> taken_;
+};
+
 }  // namespace ps

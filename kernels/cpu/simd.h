@@ -185,9 +185,10 @@ inline float exp(float x) { return exp(splat(x))[0]; }
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Never below about 2^-126.
+// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Not below about 2^-100, so that no
+// later product is subnormal: those take a hundred times as long.
 inline vf exp2_coarse(vf x) {
-    x = at_least(x, splat(-126.0f));
+    x = at_least(x, splat(-100.0f));
     const vf shifted = x + splat(12582912.0f), n = shifted - splat(12582912.0f);  // the nearest integer, as in exp
     const vf r = x - n;
     vf p = fma(splat(0.055171646f), r, splat(0.24261114f));
