@@ -26,7 +26,7 @@ def round_s(port: int, num_streams: int, num_tokens: int) -> float:
         asked = (exchange(port, {**body, "prompt": f"This is the story of number {number}."}) for number in range(num_streams))
         for reply in await asyncio.gather(*asked):
             assert reply.status == 200
-            assert reply.body.endswith(b"data: [DONE]\n\n")
+            assert b"data: [DONE]\n\n" in reply.body
 
     started_s = time.perf_counter()
     asyncio.run(all_of_them())
@@ -41,7 +41,7 @@ def test_a_journal_costs_at_most_three_percent(smollm2_path: Path, tmp_path: Pat
     ):
         ports = (plain.port, journalled.port)
         costs = {}
-        for num_streams, num_tokens, num_rounds in ((8, 128, 9), (32, 64, 7)):
+        for num_streams, num_tokens, num_rounds in ((8, 128, 11), (32, 64, 9)):
             ratios = []
             for number in range(-1, num_rounds):
                 # Whoever comes first in a round changes, since a machine's pace drifts.

@@ -18,7 +18,10 @@ NUM_RUNNING = 8
 NUM_QUEUED = 8
 WARM_UP_S, CAPACITY_S, OVERLOAD_S = 4.0, 20.0, 60.0
 FACTOR = 10
-BODY = {"model": "m", "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+BODY = {"model": "m", "max_tokens": 192, "ignore_eos": True, "temperature": 0}
+
+
+PROMPT = "The history of the town begins with a small group of people who came over the hills in the spring of that year and " * 3
 
 
 async def run_closed(port: int, num_clients: int, seconds: float) -> float:
@@ -31,7 +34,7 @@ async def run_closed(port: int, num_clients: int, seconds: float) -> float:
         nonlocal num_served
         number = 0
         while (sent_s := time.monotonic()) < end_s:
-            reply = await exchange(port, {**BODY, "prompt": f"Client {client} tells story {number}:"})
+            reply = await exchange(port, {**BODY, "prompt": f"{client} {number} {PROMPT}"})
             assert reply.status == 200, reply.body
             num_served += min(1.0, (end_s - sent_s) / reply.took_s)
             number += 1
@@ -47,7 +50,7 @@ async def run_open(port: int, rate: float, seconds: float) -> list[tuple[float, 
 
     async def one(number: int) -> tuple[float, Reply]:
         sent_s = time.monotonic() - begun_s
-        return sent_s, await exchange(port, {**BODY, "prompt": f"Story number {number}:"})
+        return sent_s, await exchange(port, {**BODY, "prompt": f"{number} {PROMPT}"})
 
     number = 0
     while (now_s := time.monotonic() - begun_s) < seconds:
@@ -63,7 +66,7 @@ def test_ten_times_too_much_for_a_minute(smollm2_path: Path):
     with serving(smollm2_path, *flags, cpu_threads=None) as server:
         asyncio.run(run_closed(server.port, NUM_RUNNING + NUM_QUEUED, WARM_UP_S))
         capacity = asyncio.run(run_closed(server.port, NUM_RUNNING + NUM_QUEUED, CAPACITY_S))
-        with probing(server.port) as probes:
+        with probing(server.port, between_s=0.25) as probes:
             replies = asyncio.run(run_open(server.port, FACTOR * capacity, OVERLOAD_S))
         accepted = [(sent_s, reply) for sent_s, reply in replies if reply.status == 200]
         refused = [reply for _, reply in replies if reply.status != 200]

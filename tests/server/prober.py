@@ -8,7 +8,6 @@ import select
 import sys
 import time
 
-BETWEEN_S = 0.05
 PATHS = ("/livez", "/readyz")
 
 
@@ -26,12 +25,12 @@ def probe(port: int, path: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    port = int(sys.argv[1])
+    port, between_s = int(sys.argv[1]), float(sys.argv[2])
     longest_s = dict.fromkeys(PATHS, 0.0)
     statuses: dict[str, set[int]] = {path: set() for path in PATHS}
     num_rounds = 0
     print("probing", flush=True)
-    while not select.select([sys.stdin], [], [], BETWEEN_S)[0]:
+    while not select.select([sys.stdin], [], [], between_s)[0]:
         for path in PATHS:
             took_s, status = probe(port, path)
             longest_s[path] = max(longest_s[path], took_s)

@@ -57,10 +57,10 @@ class Probes:
 
 
 @contextlib.contextmanager
-def probing(port: int) -> Iterator[Probes]:
-    """Ask /livez and /readyz all the time, each on a connection of its own, as a supervisor does; read the result afterwards."""
+def probing(port: int, between_s: float = 0.05) -> Iterator[Probes]:
+    """Ask /livez and /readyz again and again, each on a connection of its own, as a supervisor does; read the result afterwards."""
     found = Probes({}, {}, 0)
-    command = [sys.executable, "-m", "tests.server.prober", str(port)]
+    command = [sys.executable, "-m", "tests.server.prober", str(port), str(between_s)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

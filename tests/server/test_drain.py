@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from pagestream.server.serving import spare_heap
+from tests.server.spawning import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = {"model": "m", "prompt": "A long walk", "temperature": 0, "ignore_eos": True, "stream": True}
@@ -140,3 +145,38 @@ def test_the_engines_end_is_a_failure_of_the_process(spawn):
         rest = [line for line in begin(server, stack, 50_000) if line]
     assert json.loads(rest[-2][6:])["error"]["code"] == "engine_dead"
     assert server.process.wait(5) == 1
+
+
+def test_what_was_loaded_is_not_walked_by_the_garbage_collector():
+    """A full collection of all that a server loads stops every thread for a tenth of a second."""
+    spare_heap()
+    try:
+        started_s = time.perf_counter()
+        gc.collect()
+        assert time.perf_counter() - started_s < 0.02
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+
+
+def children_of(pid: int) -> set[int]:
+    return {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_real_server_leaves_no_process_and_no_shared_memory(tiny_llama, num_signals):
+    shared = set(os.listdir("/dev/shm"))
+    with serving(tiny_llama, "--num-kv-blocks", "64", "--enable-fault-injection", "--drain-timeout", "20") as server:
+        body = {**STORY, "max_tokens": 30, "x_fault": {"kind": "hang", "at_token": 5, "seconds": 1.5 if num_signals == 1 else 60}}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)  # so that it is in its steps, of which one is going to hang
+            children = children_of(server.process.pid)
+            for _ in range(num_signals):
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            if num_signals == 1:
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert server.process.wait(5) == (0 if num_signals == 1 else 128 + signal.SIGTERM)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert set(os.listdir("/dev/shm")) <= shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,8 @@ FUZZED = settings(max_examples=120, deadline=None, suppress_health_check=list(He
 # Of this engine, which stands in for the real one: it computes no beams, and injects what is asked for.
 NOT_FUZZED = {"x_fault", "use_beam_search"}
 ODD = [0, 1, -1, 2, 3.5, 1e308, -0.0, 2**31, 2**63, 2**64, 10**30, True, None, "", "a", "\x00", "\ud7ff", "é" * 50, [], {}, [[]], [None], {"a": 1}]
+
+MOST_BYTES_PER_BYTE = 100
 
 json_values = st.recursive(
     st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=20),
@@ -50,6 +53,33 @@ def test_any_bytes(fuzzed: Live, path):
         check(fuzzed, path, raw)
 
     run()
+    assert fuzzed.complete(prompt="Hello", max_tokens=2).status_code == 200
+
+
+# Of 2 MB each: whatever they hold, what is made of them must stay in proportion.
+BULKY = {
+    "brackets": b"[" * 2_000_000,
+    "pairs of brackets": b"[" + b"[]," * 666_000 + b"[]]",
+    "objects": b'{"model": "m", "prompt": [' + b"{}," * 660_000 + b"{}]}",
+    "numbers": b'{"model": "m", "prompt": [' + b"1," * 990_000 + b"1]}",
+    "digits": b'{"model": "m", "prompt": "a", "seed": ' + b"9" * 2_000_000 + b"}",
+    "prompts": b'{"model": "m", "prompt": [' + b'"a",' * 490_000 + b'"a"]}',
+    "fields": b'{"model": "m", "prompt": "a"' + b"".join(b',"f%06d":1' % number for number in range(160_000)) + b"}",
+    "escapes": b'{"model": "m", "prompt": "' + b"\\u0041" * 330_000 + b'"}',
+    "stops": b'{"model": "m", "prompt": "a", "stop": [' + b'"b",' * 490_000 + b'"b"]}',
+    "biases": b'{"model": "m", "prompt": "a", "logit_bias": {' + b",".join(b'"%d":1' % number for number in range(180_000)) + b"}}",
+}
+
+
+@pytest.mark.parametrize("raw", BULKY.values(), ids=BULKY)
+def test_no_body_takes_memory_beyond_measure(fuzzed: Live, raw):
+    tracemalloc.start()
+    try:
+        check(fuzzed, "/v1/completions", raw)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_BYTES_PER_BYTE * len(raw), f"{peak / len(raw):.0f} bytes for each of the body"
     assert fuzzed.complete(prompt="Hello", max_tokens=2).status_code == 200
 
 
