@@ -33,10 +33,11 @@ def test_an_image_serves_all_interfaces_as_an_ordinary_user(name):
         assert (ROOT / folder).is_dir()
 
 
-def test_the_compose_file_gives_a_drain_time_to_end():
+def test_the_compose_file_gives_a_drain_time_to_end_and_nothing_to_write_but_a_cache():
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]
     for service in (services["cpu"], services["gpu"]):
         assert set(service["environment"]) <= VARIABLES
+        assert (service["read_only"], service["tmpfs"], service["cap_drop"]) == (True, ["/tmp"], ["ALL"])
         assert int(service["stop_grace_period"].removesuffix("s")) > int(service["environment"]["PAGESTREAM_DRAIN_TIMEOUT"])
 
 
@@ -57,6 +58,9 @@ def test_the_kubernetes_manifest_probes_what_is_there_and_gives_a_drain_time_to_
     deployment, service = yaml.safe_load_all((ROOT / "docker/kubernetes.yaml").read_text(encoding="utf-8"))
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/tmp", "/home/pagestream/.cache"}
     routes = {route.path for route in bare_app().routes}
     assert {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} <= routes
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
