@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
 
-from pagestream.engine import SamplingParams
+from pagestream.engine import CompletionOutput, SamplingParams
 from pagestream.server.answer import Answer, Piece
 from pagestream.server.body import read_body
-from pagestream.server.generation import check_model, respond
+from pagestream.server.errors import json_response
+from pagestream.server.fields import WireModel
+from pagestream.server.generation import (
+    admit,
+    admitted_and_whole,
+    check_model,
+    introduce,
+    refuse_idempotency,
+    respond,
+    while_connected,
+)
 from pagestream.server.logprobs import chat_logprobs
 from pagestream.server.protocol import ChatRequest
 from pagestream.server.settings import ServerSettings
+from pagestream.server.sse import AnswerStream
+from pagestream.server.tools.reasoning_count import ReasoningCounter
 from pagestream.server.tools.reply import ReplyReader, as_delta, as_message
 
 if TYPE_CHECKING:
@@ -27,10 +40,27 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
     request: ChatRequest
 
-    def __init__(self, request: ChatRequest, params: SamplingParams, make_reader: Callable[[], ReplyReader | None]):
+    def __init__(
+        self,
+        request: ChatRequest,
+        params: SamplingParams,
+        make_reader: Callable[[], ReplyReader | None],
+        make_counter: Callable[[], ReasoningCounter | None] = lambda: None,
+    ):
         super().__init__(request, params, request.model)
         self._make_reader = make_reader
+        self._counters = [make_counter() for _ in range(params.n)]
         self._readers: dict[int, ReplyReader | None] = {}  # of choices whose role was sent
+
+    def _of_answer(self, prompt_index: int, new: CompletionOutput) -> Piece:
+        counter = self._counters[new.index]
+        if counter is not None:
+            counter.push(new.token_ids)
+        return super()._of_answer(prompt_index, new)
+
+    def usage(self) -> dict[str, Any]:
+        num_reasoning = sum(counter.num_tokens for counter in self._counters if counter is not None)
+        return {**super().usage(), "completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
     def choice(
         self, piece: Piece, content: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
@@ -108,6 +138,7 @@ A = TypeVar("A", bound=ChatAnswer)
 
 async def prepare_as(kind: type[A], request: ChatRequest, engine: AsyncLLMEngine, settings: ServerSettings) -> tuple[A, str]:
     """The same for an answer that is written in another shape."""
+
     def token_id_of(text: str) -> int | None:
         token_ids = engine.tokenizer.encode(text, False)
         return token_ids[0] if len(token_ids) == 1 else None
@@ -117,4 +148,39 @@ async def prepare_as(kind: type[A], request: ChatRequest, engine: AsyncLLMEngine
     messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
     # In a helper thread: a long conversation must not hold the loop that everybody's streams run on.
     prompt = await asyncio.to_thread(engine.render_chat, **messages, **request.template_arguments())
-    return kind(request, params, lambda: plan.reader(prompt)), prompt
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    return kind(request, params, lambda: plan.reader(prompt), lambda: plan.reasoning_counter(prompt, decode)), prompt
+
+
+class ShapedAnswer(ChatAnswer):
+    """A chat answer that another API asked for and whose whole and stream are written as that API does."""
+
+    asked: Any  # the request in that API's shape
+
+    @abstractmethod
+    def events(self) -> AsyncIterator[bytes]:
+        """The whole stream; also its failure is an event."""
+
+
+S = TypeVar("S", bound=ShapedAnswer)
+
+
+async def respond_as(http: Request, kind: type[S], asked: WireModel, request: ChatRequest, param: str) -> Response:
+    """The response to a request of another API, said as a chat request; `param` is the field that has the conversation there.
+
+    Raises ClientError, EngineFault and ClientDisconnect.
+    """
+    engine: AsyncLLMEngine = http.app.state.engine
+    settings: ServerSettings = http.app.state.settings
+    refuse_idempotency(http)
+    check_model(request, settings)
+    answer, prompt = await prepare_as(kind, request, engine, settings)
+    answer.asked = asked
+    introduce(http, settings, answer)
+    if request.stream:
+        await while_connected(http, admit(engine, answer, [prompt], param))
+        return AnswerStream(answer, settings, answer.events())
+    return json_response(await while_connected(http, admitted_and_whole(engine, answer, [prompt], param)))

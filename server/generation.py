@@ -73,12 +73,14 @@ async def respond(
     if request.stream:
         await while_connected(http, admit(engine, answer, prompts, param, journal))
         return AnswerStream(answer, settings)
+    return json_response(await while_connected(http, admitted_and_whole(engine, answer, prompts, param, journal)))
 
-    async def admitted_and_whole() -> dict[str, Any]:
-        await admit(engine, answer, prompts, param, journal)
-        return await answer.whole()
 
-    return json_response(await while_connected(http, admitted_and_whole()))
+async def admitted_and_whole(
+    engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | list[int]], param: str, journal: Journal | None = None
+) -> dict[str, Any]:
+    await admit(engine, answer, prompts, param, journal)
+    return await answer.whole()
 
 
 def introduce(http: Request, settings: ServerSettings, answer: Answer) -> None:

@@ -17,11 +17,16 @@ class PromptTokensDetails(Shape):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Shape):
+    reasoning_tokens: int = Field(description="Of the tokens generated, those before the end of the reasoning, its marks included.")
+
+
 class UsageShape(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Of chat.")
 
 
 class PromptLogprob(Shape):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pagestream.engine import EngineError
 from pagestream.server.answer import Piece, encode, fold_pieces
-from pagestream.server.chat import ChatAnswer, finish_reason
+from pagestream.server.chat import ShapedAnswer, finish_reason
 from pagestream.server.errors import as_api_error
 from pagestream.server.tools.reply import Part, ReplyReader
 
@@ -39,7 +39,7 @@ def delta_of(part: Part) -> dict[str, Any]:
     return {"type": "text_delta", "text": part.text}
 
 
-class MessagesAnswer(ChatAnswer):
+class MessagesAnswer(ShapedAnswer):
     id_prefix = "msg"
 
     def message(self, content: list[dict[str, Any]], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class MessagesAnswer(ChatAnswer):
             return [Part("content", piece.text)] if piece.text else []
         return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
 
-    async def whole_message(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         found: list[Piece] = []
         try:
             async for pieces in self.pieces():

@@ -9,7 +9,7 @@ from typing import Any
 
 from pagestream.engine import EngineError
 from pagestream.server.answer import Piece, encode
-from pagestream.server.chat import ChatAnswer
+from pagestream.server.chat import ShapedAnswer
 from pagestream.server.errors import as_api_error
 from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.tools.reply import Part, ReplyReader
@@ -44,9 +44,9 @@ class Item:
         return {**head, "type": "message", "role": "assistant", "content": content}
 
 
-class ResponseAnswer(ChatAnswer):
+class ResponseAnswer(ShapedAnswer):
     id_prefix = "resp"
-    asked: ResponsesRequest  # set before the answer begins
+    asked: ResponsesRequest
 
     def response(self, status: str, items: list[Item], error: dict[str, Any] | None = None) -> dict[str, Any]:
         asked = self.asked
@@ -55,7 +55,7 @@ class ResponseAnswer(ChatAnswer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         choice = asked.tool_choice
@@ -124,7 +124,7 @@ class ResponseAnswer(ChatAnswer):
             failure = {"code": "server_error", "message": told.envelope()["error"]["message"]}
             yield "response.failed", {"response": self.response("failed", items, error=failure)}
 
-    async def whole_response(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """What the last event of the stream holds.  Raises EngineFault."""
         reader, items = self._make_reader(), list[Item]()
         status = "completed"

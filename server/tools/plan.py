@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagestream.engine import Constraint, InvalidRequest
+from pagestream.server.tools.reasoning_count import ReasoningCounter
 from pagestream.server.tools.reply import THINK, CallReader, ReasoningReader, ReplyReader
 from pagestream.server.tools.syntax import CallSyntax, find_syntax, find_tool_constraint, instructions
 from pagestream.server.tools.wire import NamedTool, Tool, ToolChoice
@@ -53,6 +54,10 @@ class ReplyPlan:
         names = frozenset(tool.function.name for tool in self.tools)
         calls = CallReader(self.syntax, names, starts_inside=self.is_forced and bool(self.syntax.first)) if names else None
         return None if reasoning is None and calls is None else ReplyReader(reasoning, calls)
+
+    def reasoning_counter(self, prompt: str, decode: Callable[[Sequence[int]], str]) -> ReasoningCounter | None:
+        """For one answer to this prompt; None where it can't hold any reasoning.  `decode` shows special tokens."""
+        return ReasoningCounter(decode, starts_inside=prompt.rstrip().endswith(THINK)) if self.may_reason else None
 
 
 def plan_reply(
