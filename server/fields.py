@@ -109,7 +109,8 @@ EarlyStopping = Annotated[
     bool | str,
     PlainValidator(as_early_stopping),
     WithJsonSchema({
-        "enum": [True, False, "never", None],
+        # Not one enum of several types, for which generators of clients have no name.
+        "anyOf": [{"type": "boolean"}, {"type": "string", "enum": ["never"]}, {"type": "null"}],
         "description": "Beams: true ends at the width-th answer, false when no live beam is better, never when none can be.",
     }),
 ]

@@ -44,3 +44,19 @@ def test_ranges_and_refusals_are_in_the_schema():
     temperature = schema["properties"]["temperature"]["anyOf"][0]
     assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
     assert set(schema["required"]) == {"model", "prompt"}
+
+
+def test_every_enum_is_of_one_type():
+    """Else generators of clients leave the request out that has it, with its route."""
+
+    def enums(node):
+        if isinstance(node, dict):
+            yield from ([node["enum"]] if isinstance(node.get("enum"), list) else [])
+            node = list(node.values())
+        if isinstance(node, list):
+            for child in node:
+                yield from enums(child)
+
+    found = list(enums(bare_app().openapi()))
+    assert len(found) > 10
+    assert all(len({type(value) for value in values}) == 1 for values in found)
