@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -102,7 +103,18 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     constraints = ConstraintCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids)
     sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)], parts.chooser)
     graphs = decode_graphs(config, model, cache, parts, limits, max_model_len, device)
-    runner = ModelRunner(model, cache, sampler, block_size=block_size, device=device, link=parts.link, injector=injector, graphs=graphs)
+    runner = ModelRunner(
+        model, cache, sampler, block_size=block_size, device=device, link=parts.link, injector=injector, graphs=graphs
+    )
+    if kernels is Kernels.TRITON and device.type == "cuda":  # the interpreter compiles nothing
+        from pagestream.engine.runner.warm_up import compile_kernels
+
+        compile_kernels(
+            runner, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks,
+            max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_batched_tokens,
+        )  # fmt: skip
+    if graphs is not None:
+        graphs.capture()
     costs = measure_costs(runner, cache, parts.link, limits.max_num_batched_tokens, block_size, num_blocks, num_swap_blocks)
     engine = LLMEngine(
         intake=Intake(
@@ -124,6 +136,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
         outputs=OutputProcessor(tokenizer, shape.eos_token_ids, injector),
         listener=listener,
         block_bytes=bytes_per_block(shape, block_size, model.kv_dtype),
+        count_compiled=compilation_count(kernels),
     )
     num_tokens = num_blocks * block_size
     return BuiltEngine(
@@ -194,6 +207,7 @@ def find_kernels(config: EngineConfig, device: torch.device) -> Kernels:
     if config.kernels == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise StartError("kernels triton needs a GPU, or TRITON_INTERPRET=1 to be tried without one")
     if config.kernels == "triton" or device.type == "cuda":
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what the kernels were measured with; the default is to change
         check_kv_dtype_on_gpu(config, device)
         return Kernels.TRITON
     return Kernels.CPU
@@ -225,6 +239,16 @@ def step_parts(kernels: Kernels, shape: ModelShape, limits: SchedulerLimits, dev
     return StepParts(link, KernelMover(link, device), chooser)
 
 
+def compilation_count(kernels: Kernels) -> Callable[[], int]:
+    """How many kernels have been compiled since; to be called when all are that should be needed."""
+    if kernels is not Kernels.TRITON:
+        return lambda: 0
+    from pagestream.kernels.compilation import CompilationCounter
+
+    counter = CompilationCounter()
+    return lambda: counter.num_compiled
+
+
 def graph_maker(device: torch.device) -> GraphMaker | None:
     """None where there are no graphs."""
     if device.type != "cuda":
@@ -243,7 +267,7 @@ def decode_graphs(
     max_model_len: int,
     device: torch.device,
 ) -> DecodeGraphs | None:
-    """Captured decode steps of the lean decoder; what transformers' modules do in between may not be captured."""
+    """Decode steps of the lean decoder, to be captured; what transformers' modules do in between may not be captured."""
     maker = graph_maker(device)
     if maker is None or parts.chooser is None or config.enforce_eager or config.enable_fault_injection:
         return None
@@ -252,12 +276,10 @@ def decode_graphs(
 
     if not isinstance(model, TritonDecoder):
         return None
-    graphs = DecodeGraphs(
+    return DecodeGraphs(
         model, cache, parts.chooser, parts.link, block_size=config.cache.block_size, max_num_seqs=limits.max_num_seqs,
         max_context_len=min(max_model_len, config.max_context_len_to_capture), device=device, maker=maker,
     )  # fmt: skip
-    graphs.capture()
-    return graphs
 
 
 def attention_backend(kernels: Kernels, ops: CpuOps | None, max_model_len: int) -> AttentionBackend:

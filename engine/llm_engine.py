@@ -37,7 +37,9 @@ class LLMEngine:
         listener: EngineListener | None = None,
         clock: Callable[[], float] = time.monotonic,
         block_bytes: int = 0,
+        count_compiled: Callable[[], int] = lambda: 0,
     ):
+        """count_compiled: kernels compiled since all that should be needed were."""
         self.intake = intake
         self.scheduler = scheduler
         self.executor = executor
@@ -47,7 +49,7 @@ class LLMEngine:
         if listener is not None:
             ages = BlockAges(scheduler.blocks.device.num_blocks, clock)
             scheduler.blocks.device.observer = ages
-        self.watch = RequestWatch(listener, clock, block_bytes, ages)
+        self.watch = RequestWatch(listener, clock, block_bytes, ages, count_compiled)
         self.observer: Callable[[StepPlan, StepStats], None] | None = None  # told of each step, while somebody looks on
 
     @classmethod

@@ -75,13 +75,22 @@ class Ended:
 class RequestWatch:
     """Tells the listener, if there is one, and whoever asks.  Of those that have ended, the latest are kept for some time."""
 
-    def __init__(self, listener: EngineListener | None, clock: Clock, block_bytes: int = 0, ages: BlockAges | None = None):
+    def __init__(
+        self,
+        listener: EngineListener | None,
+        clock: Clock,
+        block_bytes: int = 0,
+        ages: BlockAges | None = None,
+        count_compiled: Callable[[], int] = lambda: 0,
+    ):
         self._listener = listener
         self._ages = ages
         self._clock = clock
         self._block_bytes = block_bytes
         self._open: dict[str, Edges] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()  # the latest last
+        self._count_compiled = count_compiled
+        self._told_compiled = 0
         self._told = SchedulerCounters()  # what earlier step_done calls have reported
         self.num_finished = 0
 
@@ -194,6 +203,7 @@ class RequestWatch:
         reasons = (failed or {}).values()
         new = scheduler.counters
         old = self._told
+        num_compiled = self._count_compiled()
         stats = StepStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -218,6 +228,7 @@ class RequestWatch:
             num_prefix_queried_tokens=new.num_prefix_queried_tokens - old.num_prefix_queried_tokens,
             num_prefix_hit_tokens=new.num_prefix_hit_tokens - old.num_prefix_hit_tokens,
             num_recomputed_tokens=new.num_recomputed_tokens - old.num_recomputed_tokens,
+            num_compiled_kernels=num_compiled - self._told_compiled,
             schedule_s=times.schedule_s if times else 0.0,
             forward_s=times.forward_s if times else 0.0,
             sample_s=times.sample_s if times else 0.0,
@@ -225,6 +236,7 @@ class RequestWatch:
         )
         if times is not None:
             self._told = new.copy()
+            self._told_compiled = num_compiled
         return stats
 
     def _count_tokens(self, output: RequestOutput, now: float) -> None:

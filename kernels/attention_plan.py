@@ -68,6 +68,8 @@ def choose_config(
     rows = max(16, triton.next_power_of_2(heads_per_kv))
     tile, num_stages = _short_sizes(head_size, arch, quantised)
     long_tile, long_rows, long_warps = _long_sizes(head_size, arch, quantised)
+    if arch == 80:
+        long_tile, long_rows, long_warps = _sm_80_exceptions(head_size, heads_per_kv, quantised, (long_tile, long_rows, long_warps))
     is_nvidia = isinstance(arch, int)
     # Three programs fit on an SM where the compiler finds 168 registers enough; elsewhere it would spill to get there.
     is_lean = isinstance(arch, int) and arch >= 90 and heads_per_kv == 4 and head_size <= 128 and not quantised
@@ -76,7 +78,7 @@ def choose_config(
         max_registers=(255 if head_size > 128 else 240) if is_nvidia and not is_lean else None,
         programs_per_sm=3 if is_lean else 2,
         long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps,
-        long_max_registers=255 if arch == 80 and head_size == 64 and not quantised else None,
+        long_max_registers=255 if arch == 80 and head_size == 64 and not quantised and long_warps == 4 else None,
         long_programs_per_sm=2 if long_warps == 4 else 1,
     )  # fmt: skip
 
@@ -107,6 +109,19 @@ def _long_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, 
     if is_old:
         return 32 if head_size in (112, 128) else 64, 64, 4
     return 64, 128, 8
+
+
+def _sm_80_exceptions(
+    head_size: int, heads_per_kv: int, quantised: bool, sizes: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Where the usual sizes spill: row numbers are divided by the heads per KV head, which takes registers unless it is 2, 4, 8, …"""
+    if heads_per_kv == 1 and head_size in (80, 96) and not quantised:
+        return 32, 64, 4
+    if heads_per_kv & (heads_per_kv - 1) == 0:
+        return sizes
+    if quantised:
+        return {80: (16, 64, 8), 96: (16, 64, 8), 112: (16, 64, 8), 192: (32, 32, 4), 256: (32, 32, 4)}.get(head_size, sizes)
+    return {64: (64, 64, 8), 80: (32, 64, 4), 96: (16, 64, 8), 112: (16, 64, 4), 128: (32, 64, 8)}.get(head_size, sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -183,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--quick", action="store_true", help="a coarse grid (on a GPU), one target (without)")
     args = parser.parse_args(argv)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as the engine does
     if torch.cuda.is_available():
         rows = gpu_report(args.quick)
     else:

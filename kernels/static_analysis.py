@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 H200_ISSUE_RATE = 132 * 4 * 1.755e9  # warp instructions a second
 H200_REGISTERS, H200_SHARED_BYTES, H200_WARPS = 65536, 228 * 1024, 64  # of an SM
+MI300_SIMDS, MI300_REGISTERS, MI300_SHARED_BYTES = 4, 512, 64 * 1024  # of a compute unit; registers of a lane
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -114,6 +115,10 @@ class StaticFigures:
 
     @property
     def programs_per_sm(self) -> int:
+        """Of an H200, or of a compute unit where the code is AMD's."""
+        if self.matrix_unit == "mfma":
+            by_registers = MI300_SIMDS * (MI300_REGISTERS // (-(-self.registers // 8) * 8)) // self.num_warps
+            return min(by_registers, MI300_SHARED_BYTES // max(self.shared_bytes, 1))
         by_registers = H200_REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.num_warps)
         return min(by_registers, H200_SHARED_BYTES // (self.shared_bytes + 1024), H200_WARPS // self.num_warps)
 
@@ -133,8 +138,9 @@ def _amd_figures(name: str, kernel: Any) -> StaticFigures:
         return int(found.group(1)) if found else 0
 
     body = tuple(line.strip() for line in text.splitlines() if re.match(r"\s+[vsgdb][_a-z]", line))
+    # vgpr_count includes the accumulation registers: on these GPUs both are one file.
     return StaticFigures(
-        name, number("vgpr_count") + number("agpr_count"), number("vgpr_spill_count") + number("private_segment_fixed_size"),
+        name, number("vgpr_count"), number("vgpr_spill_count") + number("private_segment_fixed_size"),
         kernel.metadata.shared, kernel.metadata.num_warps, 0, body, "mfma" if "v_mfma" in text else "none",
     )  # fmt: skip
 

@@ -114,9 +114,9 @@ class DecodeGraphs:
             self._graphs[num_rows] = self._capture(num_rows)
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether every row is one token with one sample, and none too long."""
+        """Whether every row is one token with one sample, and none too long; nothing is served before the capture."""
         rows = plan.scheduled
-        return len(rows) <= self._sizes[-1] and all(
+        return len(rows) <= max(self._graphs, default=0) and all(
             len(row.token_ids) == 1
             and len(row.samples) == 1
             and not row.scored_token_ids

@@ -34,6 +34,7 @@ class Worker:
     def __init__(self, kind: str, config: pytest.Config, node_ids: list[str]) -> None:
         read_fd, write_fd = os.pipe()
         env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {REPORT_FD: str(write_fd)}
+        env.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
         if kind == INTERPRETED:
             env["TRITON_INTERPRET"] = "1"
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from pagestream.engine import LLM, SamplingParams
 from pagestream.engine.core.sampling_params import SamplingParams as Params
@@ -18,7 +20,7 @@ from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.sampling.kernel_chooser import KernelChooser
 from pagestream.engine.sampling.sampler import Sampler
-from pagestream.kernels.transfer import SharedMemory
+from pagestream.kernels.transfer import Array, SharedMemory
 from tests.tiny_models import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -53,14 +55,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return llm.llm_engine.executor._model  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def captured(model: CausalLM) -> Setup:
+    return Setup(model, with_graphs=True)
+
+
 class Setup:
     """A runner over a pool of its own, with graphs or without."""
 
-    def __init__(self, model: CausalLM, *, with_graphs: bool):
+    def __init__(self, model: CausalLM, *, with_graphs: bool, link: SharedMemory | None = None):
         self.cache = KVCache(
             model.shape, block_size=BLOCK_SIZE, num_blocks=8, num_swap_blocks=0, dtype=torch.float32, device=CPU
         )
-        link = SharedMemory()
+        link = link or SharedMemory()
         chooser = KernelChooser(link, model.shape.vocab_size, 16, CPU)
         self.maker = FakeGraphs()
         graphs = None
@@ -164,12 +171,75 @@ def test_a_row_without_numbers_fails_alone(model):
         ([ScheduledSequence(n, (5,), 3, (1,), (Sample(n, 1),)) for n in range(4)], False),  # more than the largest graph
     ],
 )
-def test_which_steps_are_served(model, rows, expected):
-    graphs = DecodeGraphs(
-        model, None, None, SharedMemory(),  # type: ignore[arg-type]
-        block_size=BLOCK_SIZE, max_num_seqs=MAX_SEQS, max_context_len=48, device=CPU, maker=FakeGraphs(),
-    )  # fmt: skip
-    assert graphs.serves(StepPlan(0, scheduled=tuple(rows))) is expected
+def test_which_steps_are_served(captured, rows, expected):
+    assert captured.graphs is not None
+    assert captured.graphs.serves(StepPlan(0, scheduled=tuple(rows))) is expected
+
+
+class CountingLink(SharedMemory):
+    def __init__(self) -> None:
+        self.num_fetched = 0
+        self.is_at_work = False
+
+    def upload(self, arrays: Sequence[Array], into: torch.Tensor | None = None) -> list[torch.Tensor]:
+        self.is_at_work = True
+        tensors = super().upload(arrays, into)
+        self.is_at_work = False
+        return tensors
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
+        self.num_fetched += 1
+        self.is_at_work = True
+        arrays = super().fetch(tensors)
+        self.is_at_work = False
+        return arrays
+
+
+class Waits(TorchFunctionMode):
+    """Counts what would make the host wait for a GPU, were there one, outside of the link and of Triton's interpreter."""
+
+    NAMES = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"})
+
+    def __init__(self, link: CountingLink):
+        super().__init__()
+        self._link = link
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.NAMES and not self._link.is_at_work and not is_interpreting():
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def is_interpreting() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if "/triton/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_the_host_waits_once_a_step(model, with_graphs):
+    link = CountingLink()
+    setup = Setup(model, with_graphs=with_graphs, link=link)
+    with Waits(link) as waits:
+        tokens = run(setup, [1, 2], 2, PARAMS | {1: Params(temperature=1.0, min_p=0.1)})
+    assert len(tokens[1]) == 3
+    assert link.num_fetched == 2 + 2  # each prompt, and each decode step of both
+    assert waits.found == []
+    prompt = ScheduledSequence(3, prompt_of(3)[:5], 0, TABLES[3])
+    admitted = Admitted(3, prompt_of(3), PARAMS[3], seed=3)
+    setup.runner.execute(StepPlan(9, admitted=(admitted,), scheduled=(prompt,)))
+    assert link.num_fetched == 4  # a chunk inside a prompt gives nothing to wait for
+
+
+def test_the_watch_for_waits_sees_them():
+    with Waits(CountingLink()) as waits:
+        torch.ones(2).tolist()
+        bool(torch.ones(1) > 0)
+    assert waits.found == ["tolist", "__bool__"]
 
 
 def test_batch_sizes():
