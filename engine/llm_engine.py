@@ -40,6 +40,7 @@ class LLMEngine:
         count_compiled: Callable[[], int] = lambda: 0,
     ):
         """count_compiled: kernels compiled since all that should be needed were."""
+        self.count_compiled = count_compiled
         self.intake = intake
         self.scheduler = scheduler
         self.executor = executor

@@ -37,7 +37,6 @@ class StepStats:
     block_idle_times_s: tuple[float, ...] = ()
     block_reuse_gaps_s: tuple[float, ...] = ()
     # The parts of the step; their sum is its time.
-    num_compiled_kernels: int = 0  # while steps ran; each is a pause that should have been taken before the first request
     schedule_s: float = 0.0  # the decision before, and the commit after
     forward_s: float = 0.0
     sample_s: float = 0.0

@@ -121,6 +121,10 @@ class RequestWatch:
             told.append(output)
         if self._listener is not None:
             self._listener.step_done(stats)
+            num_compiled = self._count_compiled()
+            for _ in range(num_compiled - self._told_compiled):
+                self._listener.kernel_compiled()
+            self._told_compiled = num_compiled
         return told
 
     def info(self, request_id: str, status: str) -> RequestInfo | None:
@@ -203,7 +207,6 @@ class RequestWatch:
         reasons = (failed or {}).values()
         new = scheduler.counters
         old = self._told
-        num_compiled = self._count_compiled()
         stats = StepStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -228,7 +231,6 @@ class RequestWatch:
             num_prefix_queried_tokens=new.num_prefix_queried_tokens - old.num_prefix_queried_tokens,
             num_prefix_hit_tokens=new.num_prefix_hit_tokens - old.num_prefix_hit_tokens,
             num_recomputed_tokens=new.num_recomputed_tokens - old.num_recomputed_tokens,
-            num_compiled_kernels=num_compiled - self._told_compiled,
             schedule_s=times.schedule_s if times else 0.0,
             forward_s=times.forward_s if times else 0.0,
             sample_s=times.sample_s if times else 0.0,
@@ -236,7 +238,6 @@ class RequestWatch:
         )
         if times is not None:
             self._told = new.copy()
-            self._told_compiled = num_compiled
         return stats
 
     def _count_tokens(self, output: RequestOutput, now: float) -> None:

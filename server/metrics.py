@@ -116,9 +116,6 @@ class Metrics:
         self.prompt_tokens_by_source = self._counters_by(
             "source", "vllm:prompt_tokens_by_source", "Prompt tokens, by where their keys and values came from.", sources
         )
-        self.compiled_kernels = self._counter(
-            "pagestream:kernel_compilations_after_ready", "Kernels compiled while serving; anything but 0 is a mistake."
-        )
         self.corrupted = self._counter("vllm:corrupted_requests", "Sequences whose logits were no finite numbers.")
         self.failed_sequences = self._counter("pagestream:failed_sequences", "Sequences that a step could not compute or judge.")
         self.compilations = self._counter(
@@ -226,7 +223,6 @@ class Metrics:
             (self.recomputed_tokens, stats.num_recomputed_tokens),
             (self.failed_sequences, stats.num_failed),
             (self.corrupted, stats.num_corrupted),
-            (self.compiled_kernels, stats.num_compiled_kernels),
         ):
             if count:
                 counter.inc(count)

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row.decode_step_s * 1e3:10.2f}{row.floor_step_s * 1e3:10.2f}{row.share_of_floor:10.1%}",
             flush=True,
         )
-    num_compiled = llm.llm_engine.stats().num_compiled_kernels
+    num_compiled = llm.llm_engine.count_compiled()
     print(f"start {start_s:.1f} s; kernels compiled after it: {num_compiled}")
     if args.json is not None:
         figures: dict[str, Any] = {
