@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs
 from pagestream.server.metrics import Metrics
-from tests.server.conftest import Live, refusal_of, served
+from tests.server.conftest import Live, events_of, refusal_of, served
 from tests.server.test_chat import both_ways as chat_both_ways
 from tests.server.test_completions import PROMPTS, both_ways
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
@@ -161,6 +162,30 @@ def test_company_changes_no_answer(live: Live):
     with ThreadPoolExecutor(12) as pool:
         together = [call.result().json()["choices"] for call in [pool.submit(live.complete, **body) for body in bodies]]
     assert together == alone
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e-45}, {"temperature": 1e-4, "top_p": 1e-4}, {"temperature": 2, "top_k": 1}, {"top_p": 0}]
+)
+def test_extreme_but_legal_values_give_the_greedy_text(live: Live, fields):
+    asked = {"prompt": "the quick brown", "max_tokens": 20, "ignore_eos": True, "logprobs": 1}
+    greedy = live.complete(**asked, temperature=0).json()["choices"]
+    assert live.complete(**asked, **fields, seed=5).json()["choices"] == greedy
+
+
+def test_refused_requests_leave_a_running_stream_as_it_was(live: Live):
+    asked = {"prompt": "the quick brown", "max_tokens": 120, "temperature": 1, "seed": 9, "ignore_eos": True, "stream": True}
+
+    def text_of(answer: httpx.Response) -> str:
+        """All of it: where the chunks are cut is the reader's pace."""
+        return "".join(event["choices"][0]["text"] for event in events_of(answer))
+
+    alone = text_of(live.complete(**asked))
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(live.complete, **asked)
+        for prompt in ([1, VOCAB_SIZE], [-1], [[1, 2], [99999999999]], [True, False], [1.5]):
+            assert refusal_of(live.complete(prompt=prompt, max_tokens=1))["param"] == "prompt"
+        assert text_of(beside.result()) == alone
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
