@@ -42,10 +42,12 @@ def test_probes_answer_while_a_prompt_of_5_mb_is_tokenized(server: Spawned):
 
 
 LOAD = """
-import httpx, sys
+import httpx, sys, time
 from concurrent.futures import ThreadPoolExecutor
 
 def stream(index):
+    if index < 32:
+        time.sleep(index * 0.02)  # the load is that of so many streams, not that of their all coming in the same instant
     body = {"model": "m", "prompt": f"{index} and on", "max_tokens": 100, "ignore_eos": True, "stream": True}
     answer = httpx.post(sys.argv[1] + "/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\\n\\n")
