@@ -115,7 +115,7 @@ def _sm_80_exceptions(
     head_size: int, heads_per_kv: int, quantised: bool, sizes: tuple[int, int, int]
 ) -> tuple[int, int, int]:
     """Where the usual sizes spill: row numbers are divided by the heads per KV head, which takes registers unless it is 2, 4, 8, …"""
-    if heads_per_kv == 1 and head_size in (80, 96) and not quantised:
+    if heads_per_kv in (1, 16) and head_size in (80, 96) and not quantised:
         return 32, 64, 4
     if heads_per_kv & (heads_per_kv - 1) == 0:
         return sizes

@@ -13,6 +13,7 @@ from pagestream.engine.attention.triton_backend import TritonAttention
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import Admitted, BlockCopy, Sample, ScheduledSequence, StepPlan
+from pagestream.engine.metrics import StepStats
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec
 from pagestream.engine.models.triton_decoder import TritonDecoder
 from pagestream.engine.runner.block_mover import KernelMover
@@ -21,6 +22,7 @@ from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.runner.warm_up import compile_kernels
 from pagestream.engine.sampling.kernel_chooser import KernelChooser
 from pagestream.engine.sampling.sampler import Sampler
+from pagestream.engine.watch import RequestWatch
 from pagestream.kernels.compilation import CompilationCounter, launches_noted
 from pagestream.kernels.static_analysis import TARGETS, launches_compiled
 from pagestream.kernels.transfer import Array, PinnedLink
@@ -137,3 +139,21 @@ def test_noting_launches_nothing():
             make_runner(torch.bfloat16).execute(StepPlan(0, copies=(BlockCopy(0, 1),)))
         assert [launch.kernel.fn.__name__ for launch in noted] == ["_copy_blocks_kernel"]
         assert launches == []
+
+
+def test_listeners_hear_of_each_late_compilation_once():
+    told: list[str] = []
+
+    class Listener:
+        def step_done(self, stats: StepStats) -> None:
+            told.append("step")
+
+        def kernel_compiled(self) -> None:
+            told.append("kernel")
+
+    counts = iter([0, 2, 2])
+    watch = RequestWatch(Listener(), lambda: 0.0, count_compiled=lambda: next(counts))  # type: ignore[arg-type]
+    stats = StepStats(num_running=0, num_waiting=0, num_swapped=0, num_used_blocks=0, num_blocks=1, num_scheduled_tokens=0)
+    for _ in range(3):
+        watch.step_done([], stats)
+    assert told == ["step", "step", "kernel", "kernel", "step"]
