@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MOST_DEFAULT_CPU_CACHE_BYTES = 2 * GIB
+PREFILL_TOKENS_PER_DECODE = 8  # a step of 32 who decode takes about as long again for 256 prompt tokens
 DEFAULT_GPU_SWAP_BYTES = 4 * GIB
 
 
@@ -42,8 +43,11 @@ def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
         raise StartError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}: each sequence gets a token")
     if asked.preemption_mode is PreemptionMode.SWAP and swap_bytes(config, device) == 0:
         raise StartError("preemption_mode swap needs a swap_space above 0")
-    num_prefill_tokens = asked.max_num_prefill_tokens or defaults.max_num_prefill_tokens
-    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, num_prefill_tokens)
+    if asked.max_num_prefill_tokens is None:
+        prefill = defaults.max_num_prefill_tokens, PREFILL_TOKENS_PER_DECODE
+    else:
+        prefill = asked.max_num_prefill_tokens, 0
+    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, *prefill)
 
 
 def swap_bytes(config: EngineConfig, device: torch.device) -> int:

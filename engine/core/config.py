@@ -80,7 +80,7 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = None  # sequences per step; None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # tokens per step; None: 512 on a CPU, 8192 on a GPU
-    max_num_prefill_tokens: int | None = None  # prompt tokens per step while others decode; None: 128 on a CPU, 2048 on a GPU
+    max_num_prefill_tokens: int | None = None  # prompt tokens per step while others decode; None: see sizing.py
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     max_num_queued_reqs: int | None = None  # waiting requests; None: 1024

@@ -35,6 +35,7 @@ class SchedulerLimits:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     max_num_prefill_tokens: int | None = None  # of a step in which somebody decodes; None: whatever the budget leaves
+    num_prefill_tokens_per_decode: int = 0  # where this many for each who decodes are more, so many
 
 
 @dataclass(slots=True)
@@ -116,9 +117,11 @@ class Scheduler:
         plan.begin(self.limits.max_num_batched_tokens)
         self._make_room()
         lacking = self._place_decodes()
-        if plan.rows and self.limits.max_num_prefill_tokens is not None:
-            # Who decodes waits for the whole step: prompts beside him must not make it long.
-            plan.num_tokens_left = min(plan.num_tokens_left, self.limits.max_num_prefill_tokens)
+        limits = self.limits
+        if plan.rows and limits.max_num_prefill_tokens is not None:
+            # Who decodes waits for the whole step: prompts beside him must not make it long.  Many make it long themselves.
+            most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * len(plan.rows))
+            plan.num_tokens_left = min(plan.num_tokens_left, most)
         oldest = self._place_prefills(lacking)
         reserve = 0 if oldest is None else -(-plan.num_tokens_left // 2)
         if not plan.num_preempted:

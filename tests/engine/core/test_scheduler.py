@@ -177,6 +177,17 @@ def test_prompts_beside_decodes_keep_the_step_short():
     run.run()
 
 
+def test_many_who_decode_let_more_of_a_prompt_in_beside_them():
+    limits = SchedulerLimits(8, 64, max_num_prefill_tokens=10, num_prefill_tokens_per_decode=4)
+    run = FakeRun(Scheduler(limits, BlockManager(200, BLOCK_SIZE)))
+    for number in range(5):
+        run.add(make_request(f"decodes{number}", [1, 2, number], 40))
+    run.step()
+    run.add(make_request("prompt", [5] * 100, 2))
+    run.step()
+    assert run.plans[-1].num_tokens == 5 + 5 * 4
+
+
 def test_swapped_groups_come_back_before_new_ones_are_admitted():
     run, _ = crowded(swap=60, mode=PreemptionMode.SWAP)
     saw_swapped = False
