@@ -104,8 +104,9 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     sampler = Sampler(shape.eos_token_ids, [ConstraintMask(constraints)], parts.chooser)
     graphs = decode_graphs(config, model, cache, parts, limits, max_model_len, device)
     runner = ModelRunner(
-        model, cache, sampler, block_size=block_size, device=device, link=parts.link, injector=injector, graphs=graphs
-    )
+        model, cache, sampler, block_size=block_size, device=device, link=parts.link, injector=injector, graphs=graphs,
+        best_tokens=model.best_tokens if isinstance(model, CpuDecoder) else None,
+    )  # fmt: skip
     if kernels is Kernels.TRITON and device.type == "cuda":  # the interpreter compiles nothing
         from pagestream.engine.runner.warm_up import compile_kernels
 

@@ -87,6 +87,10 @@ class CpuDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
 
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `logits` would put first, the lowest of equals, and its score: [R] int64, [R] float32, NaN where a logit is."""
+        return self.head.best(hidden)
+
 
 def sizes(spec: DecoderSpec) -> DecoderSizes:
     return DecoderSizes(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from pagestream.engine.core.step_plan import StepPlan, StepResult, TokenLogprobs
+from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.models.base import CausalLM
 from pagestream.engine.runner.batch import Batch, build_batch
 from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.runner.forward_timer import ForwardTimer
 from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.runner.pooling import pooled_sums
+from pagestream.engine.sampling.choosing import Best, choose_best
 from pagestream.engine.sampling.logprobs import prompt_logprobs
 from pagestream.engine.sampling.sampler import Drawn, Sampler
 from pagestream.kernels.transfer import HostLink
@@ -37,8 +39,11 @@ class ModelRunner:
         link: HostLink,
         injector: FaultInjector | None = None,
         graphs: DecodeGraphs | None = None,
+        best_tokens: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     ):
-        """graphs: decode steps that they serve are replayed; not where faults are injected, which happen between the parts."""
+        """graphs: decode steps that they serve are replayed.  best_tokens: from hidden states [R, hidden], the first of the logits
+        of each row and its score; serves steps of greedy rows.  Neither where faults are injected, which happen between the parts.
+        """
         self._model = model
         self._cache = cache
         self._sampler = sampler
@@ -47,6 +52,7 @@ class ModelRunner:
         self._link = link
         self._injector = injector
         self._graphs = graphs if injector is None else None
+        self._best_tokens = best_tokens if injector is None else None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -68,14 +74,24 @@ class ModelRunner:
         if not batch.sampling:
             timer.stop()
             return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled, forward_s=timer.seconds())
-        logits = self._model.logits(hidden[batch.sampling_rows])
-        timer.stop()
-        if self._injector is not None:
-            self._injector.strike("sample", batch.sampling)
-            self._injector.spoil(logits, batch.sampling)
-        drawn = self._sampler.sample(logits, batch.sampling)
+        drawn = self._draw(hidden[batch.sampling_rows], batch.sampling, timer)
         failed = drawn.failed | sums.failed
         return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
+
+    def _draw(self, hidden: torch.Tensor, rows: Sequence[ScheduledSequence], timer: ForwardTimer) -> Drawn:
+        if self._best_tokens is not None:
+            self._sampler.observe_rows(rows)
+            if self._sampler.are_greedy(rows):
+                token_ids, scores = self._best_tokens(hidden)
+                timer.stop()
+                not_finite = (~scores.isfinite()).nonzero().flatten()
+                return Drawn.of_plain_rows(choose_best(Best(token_ids.tolist(), not_finite.tolist()), rows))
+        logits = self._model.logits(hidden)
+        timer.stop()
+        if self._injector is not None:
+            self._injector.strike("sample", rows)
+            self._injector.spoil(logits, rows)
+        return self._sampler.sample(logits, rows)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, timer: ForwardTimer) -> StepResult:
         rows = plan.scheduled

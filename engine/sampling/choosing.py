@@ -93,6 +93,13 @@ class Best:
     not_finite: list[int]  # rows whose maximum is NaN or infinite
 
 
+def choose_best(best: Best, rows: Sequence[ScheduledSequence]) -> Choice:
+    """For rows that are all greedy and have one sample each."""
+    failed = {rows[index].seq_id: NOT_FINITE for index in best.not_finite}
+    chosen = {(index, row.samples[0].seq_id): best.token_ids[index] for index, row in enumerate(rows) if row.seq_id not in failed}
+    return Choice(chosen, failed)
+
+
 def find_best(logits: Tensor) -> Best:
     """One pass serves greedy rows and the check of all rows at once: the maximum of a row with a NaN is NaN."""
     if logits.device.type == "cpu":

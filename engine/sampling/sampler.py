@@ -116,6 +116,10 @@ class Sampler:
         """Whether the rows, once observed, need nothing but one draw each from the model's own logits."""
         return all(len(row.samples) == 1 and self._is_plain(row.seq_id) for row in rows)
 
+    def are_greedy(self, rows: Sequence[ScheduledSequence]) -> bool:
+        """Whether the rows, once observed, need nothing but the first of the model's own logits."""
+        return all(self._states[row.seq_id].params.is_greedy for row in rows) and self.are_plain(rows)
+
     def _is_plain(self, seq_id: int) -> bool:
         state = self._states[seq_id]
         if state.fault is not None or state.params.use_beam_search or wants_logprobs(state.params):

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "layout.h"
 
@@ -48,6 +49,27 @@ inline void rms_norm(const float* x, const float* weight, float eps, long n, con
 // act(gate) * up for the 16 columns of a paired panel: y holds gate in its first 16 floats and up in the others.
 inline void gate(Activation kind, float* y) {
     for (long j = 0; j < 16; j += W) store(y + j, activate(kind, load(y + j)) * load(y + 16 + j));
+}
+
+// The greatest of `n` floats, at most 32, and the first place where it stands; NaN if there is one.
+struct Greatest {
+    float value;
+    int at;
+};
+inline Greatest greatest_of(const float* y, long n) {
+    vf high = splat(-std::numeric_limits<float>::infinity());
+    vi is_nan{};
+    for (long i = 0; i < n; i += W) {
+        const vf v = iota() + (int)i < (int)n ? load(y + i) : high;
+        high = at_least(v, high);
+        is_nan |= (vi)(v != v);
+    }
+    for (int i = 0; i < W; ++i)
+        if (is_nan[i]) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    const float value = greatest(high);
+    int at = 0;
+    while (at < n - 1 && y[at] != value) ++at;
+    return {value, at};
 }
 
 // Cosines and sines of one position, scaled; angles are rounded to float as the models' own code does.

@@ -63,6 +63,7 @@ def declare(library: ctypes.CDLL) -> None:
         "ps_linear_free": (None, [_pointer]),
         "ps_linear_bytes": (_long, [_pointer]),
         "ps_linear_run": (None, [_pointer, _pointer, _pointer, _long, _pointer]),
+        "ps_linear_best": (None, [_pointer, _pointer, _pointer, _long, _pointer, _pointer]),
         "ps_attention_run": (ctypes.c_int, [_pointer, _pointer]),
         "ps_decoder_create": (_pointer, [_pointer, _pointer]),
         "ps_decoder_free": (None, [_pointer]),

@@ -18,7 +18,7 @@ Rows pack_rows(Pool& pool, Memory& memory, const Linear& w, const float* x, long
 }
 
 struct Scratch {
-    Memory rows, queries;
+    Memory rows, queries, found;
     AttentionScratch attention;
 };
 
@@ -75,6 +75,29 @@ void ps_linear_run(ps_pool* p, const Linear* w, const float* x, long m, float* o
     Pool::Use use(p->pool);
     Rows rows = pack_rows(p->pool, p->scratch.rows, *w, x, m);
     matmul(p->pool, *w, rows, m, [&](long row, long count, long panel, const float* y) { emit<false>(*w, row, count, panel, y, out, w->n); });
+}
+
+// The greatest of each row's outputs and the first place of it, without writing the others: best [m], scores [m].
+void ps_linear_best(ps_pool* p, const Linear* w, const float* x, long m, int64_t* best, float* scores) {
+    Pool::Use use(p->pool);
+    Rows rows = pack_rows(p->pool, p->scratch.rows, *w, x, m);
+    Greatest* found = p->scratch.found.reserve<Greatest>(m * w->panels);
+    matmul(p->pool, *w, rows, m, [&](long row, long count, long panel, float* y) {
+        const long columns = std::min(PANEL, w->n - panel * PANEL);
+        for (long r = 0; r < count; ++r, y += PANEL) {
+            if (!w->bias.empty())
+                for (long i = 0; i < columns; ++i) y[i] += w->bias[panel * PANEL + i];
+            found[(row + r) * w->panels + panel] = greatest_of(y, columns);
+        }
+    });
+    p->pool.run(m, [&](long row, int) {
+        const Greatest* of_row = found + row * w->panels;
+        long high = 0;
+        for (long panel = 1; panel < w->panels && of_row[high].value == of_row[high].value; ++panel)
+            if (!(of_row[panel].value <= of_row[high].value)) high = panel;  // also where it is NaN
+        best[row] = high * PANEL + of_row[high].at;
+        scores[row] = of_row[high].value;
+    });
 }
 
 // Writes keys and values into their slots, then attends.  1, and nothing done, if the batch does not fit the pages.

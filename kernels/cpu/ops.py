@@ -100,12 +100,26 @@ class PackedLinear:
         """Shapes:  x [rows, k] float32; returns [rows, n] float32.
         Numbers: float32 sums; with weights of 16 bits or fewer, x is rounded to bfloat16 first.
         """
-        if self.paired or x.dim() != 2 or x.shape[1] != self.k:
-            raise ValueError(f"a weight of {self.n} x {self.k}{' pairs' if self.paired else ''} cannot take {tuple(x.shape)}")
-        x = _plain(x, torch.float32)
+        x = self._checked(x)
         out = torch.empty(len(x), self.n)
         self.ops.library.ps_linear_run(self.ops.pool, self.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
+
+    def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's greatest output without the others: where it stands, the first of equals, and what it is.
+
+        Shapes:  x [rows, k] float32; returns [rows] int64 and [rows] float32.
+        Numbers: those of the call above, bit for bit; NaN if one of the row's outputs is.
+        """
+        x = self._checked(x)
+        places, values = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x))
+        self.ops.library.ps_linear_best(self.ops.pool, self.handle, x.data_ptr(), len(x), places.data_ptr(), values.data_ptr())
+        return places, values
+
+    def _checked(self, x: Tensor) -> Tensor:
+        if self.paired or x.dim() != 2 or x.shape[1] != self.k:
+            raise ValueError(f"a weight of {self.n} x {self.k}{' pairs' if self.paired else ''} cannot take {tuple(x.shape)}")
+        return _plain(x, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

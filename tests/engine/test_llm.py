@@ -182,3 +182,17 @@ def test_a_failing_prompt_raises_and_leaves_nothing(llm):
     with pytest.raises(EngineFault, match="prompt 0: .*injected"):
         llm._run(request_ids, use_tqdm=False)
     assert not engine.has_unfinished_requests()
+
+
+def test_greedy_steps_that_skip_the_logits_give_their_tokens(tiny_llama):
+    """Where every row is greedy and wants tokens alone, the model names the best; a row with logprobs takes all the long way."""
+    short = LLM(model=str(tiny_llama), num_kv_blocks=64)
+    runner = short.llm_engine.executor
+    assert runner._best_tokens is not None, "this machine has no compiled operators, so there is nothing to compare"
+    prompts = ["the quick", "brown", "fox jumps over the lazy dog"]
+    taken = short.generate(prompts, GREEDY, use_tqdm=False)
+    scored = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    full = short.generate(prompts, scored, use_tqdm=False)
+    mixed = short.generate(prompts, [GREEDY, SamplingParams(seed=3, max_tokens=6, ignore_eos=True), GREEDY], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in taken] == [output.outputs[0].token_ids for output in full]
+    assert [mixed[at].outputs[0].token_ids for at in (0, 2)] == [taken[at].outputs[0].token_ids for at in (0, 2)]

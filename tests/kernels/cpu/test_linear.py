@@ -46,6 +46,31 @@ def test_number_of_threads_changes_no_bit(dtype):
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_best_is_the_first_of_the_greatest_outputs(ops, n, k, dtype):
+    weight, bias, x = case(n, k, dtype)
+    weight[n // 2] = weight[n - 1]  # equals, in the same and in other panels
+    bias[n // 2] = bias[n - 1] = bias.max() + 1
+    linear = ops.linear(weight, bias)
+    for rows in (1, 7, 100):
+        outputs = linear(x[:rows])
+        places, values = linear.best(x[:rows])
+        assert torch.equal(values, outputs.max(-1).values)
+        assert places.tolist() == outputs.numpy().argmax(-1).tolist()  # the first of equals
+
+
+def test_best_of_a_row_with_a_nan_is_nan(ops):
+    weight, bias, x = case(70, 130, torch.bfloat16, rows=5)
+    bias[65] = float("nan")
+    assert ops.linear(weight, bias).best(x)[1].isnan().all()
+    bias[65] = float("inf")
+    assert ops.linear(weight, bias).best(x)[1].isinf().all()
+    bias[65] = 0.0
+    x[2, 7] = float("nan")
+    assert ops.linear(weight, bias).best(x)[1].isnan().tolist() == [False, False, True, False, False]
+
+
 def test_not_a_number_stays_in_its_row(ops):
     weight, bias, x = case(70, 130, torch.bfloat16, rows=5)
     linear = ops.linear(weight, bias)
