@@ -108,7 +108,7 @@ def serve(
     max_num_seqs: Annotated[int | None, counted("--max-num-seqs", SCHEDULING, "Sequences per step.")] = None,
     max_num_batched_tokens: Annotated[int | None, counted("--max-num-batched-tokens", SCHEDULING, "Tokens per step.")] = None,
     max_num_prefill_tokens: Annotated[
-        int | None, counted("--max-num-prefill-tokens", SCHEDULING, "Prompt tokens per step while others decode.")
+        int | None, counted("--max-num-prefill-tokens", SCHEDULING, "Prompt tokens per step while at least as many decode as wait.")
     ] = None,
     max_num_queued_reqs: Annotated[
         int | None, counted("--max-num-queued-reqs", SCHEDULING, "Waiting requests; more get a 429.")

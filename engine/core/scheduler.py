@@ -117,11 +117,7 @@ class Scheduler:
         plan.begin(self.limits.max_num_batched_tokens)
         self._make_room()
         lacking = self._place_decodes()
-        limits = self.limits
-        if plan.rows and limits.max_num_prefill_tokens is not None:
-            # Who decodes waits for the whole step: prompts beside him must not make it long.  Many make it long themselves.
-            most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * len(plan.rows))
-            plan.num_tokens_left = min(plan.num_tokens_left, most)
+        self._spare_decodes(num_waiting=len(lacking) + min(len(self.waiting), self.limits.max_num_seqs - len(self.running)))
         oldest = self._place_prefills(lacking)
         reserve = 0 if oldest is None else -(-plan.num_tokens_left // 2)
         if not plan.num_preempted:
@@ -219,6 +215,17 @@ class Scheduler:
                 elif num_tokens:
                     lacking.append((group, sequence))
         return lacking
+
+    def _spare_decodes(self, num_waiting: int) -> None:
+        """Who decodes waits for the whole step: prompts beside him must not make it long, unless more wait than decode.
+
+        Many who decode make a step long themselves, and their prompts may be longer in proportion.
+        """
+        limits, num_decodes = self.limits, len(self._plan.rows)
+        if limits.max_num_prefill_tokens is None or not 0 < num_waiting <= num_decodes:
+            return
+        most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * num_decodes)
+        self._plan.num_tokens_left = min(self._plan.num_tokens_left, most)
 
     def _place_prefills(self, lacking: list[tuple[SequenceGroup, Sequence]]) -> tuple[SequenceGroup, Sequence] | None:
         """Share half of what the decodes left among those who lack more than one token, shortest first.

@@ -214,6 +214,9 @@ class FailingProcessor:
         self.fail("apply", seq_ids)
         return False
 
+    def concerns(self, seq_id):
+        return seq_id in self.marked
+
     def retire(self, seq_id):
         self.fail("retire", [])
 

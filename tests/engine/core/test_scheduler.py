@@ -188,6 +188,20 @@ def test_many_who_decode_let_more_of_a_prompt_in_beside_them():
     assert run.plans[-1].num_tokens == 5 + 5 * 4
 
 
+def test_prompts_take_the_whole_step_where_more_wait_than_decode():
+    run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), BlockManager(200, BLOCK_SIZE)))
+    run.add(make_request("decodes", [1, 2, 3], 40))
+    run.step()
+    for number in range(2):
+        run.add(make_request(f"prompt{number}", [5 + number] * 100, 40))
+    run.step()
+    assert run.plans[-1].num_tokens == 64
+    while not run.texts["prompt0"]:
+        run.step()
+    run.step()
+    assert run.plans[-1].num_tokens <= 2 + 10  # two decode, one waits
+
+
 def test_swapped_groups_come_back_before_new_ones_are_admitted():
     run, _ = crowded(swap=60, mode=PreemptionMode.SWAP)
     saw_swapped = False
