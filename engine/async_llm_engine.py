@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +134,16 @@ class AsyncLLMEngine:
         return self._built.chat_template
 
     # ---- life -------------------------------------------------------------------------------------------------------
+
+    def populate_cache(self) -> None:
+        """Take the cache's memory from the system now, in a quiet thread: no step waits for it later."""
+
+        def work() -> None:
+            with suppress(OSError, AttributeError):  # not every system knows a thread's own priority
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            self._built.populate_cache()
+
+        threading.Thread(target=work, name="pagestream-populate", daemon=True).start()
 
     async def start(self) -> None:
         if self._loop_task is None:

@@ -72,6 +72,7 @@ class BuiltEngine:
     kv_summary: str
     dtype: torch.dtype  # of the weights, a quantised file's once unpacked
     kv_bytes_per_token: int
+    populate_cache: Callable[[], None]  # backs the cache with memory; may be called from any thread, or never
     cache_facts: dict[str, str] = field(default_factory=dict)  # how the cache was set up, for those who watch
 
 
@@ -154,6 +155,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
         ),
         dtype=checkpoint.dtype,
         cache_facts=cache_facts(config, str(model.kv_dtype).removeprefix("torch."), num_blocks, num_swap_blocks),
+        populate_cache=cache.populate,
         kv_bytes_per_token=bytes_per_block(shape, block_size, model.kv_dtype) // block_size,
     )
 

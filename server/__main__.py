@@ -206,6 +206,7 @@ def serve(
         scheme = "http" if tls is None else "https"
         where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
         print_start(engine, settings, where, "" if uds is None else f" --unix-socket {uds}")
+        engine.populate_cache()
         code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings.drain_timeout_s, tls)
     if uds is not None:
         Path(uds).unlink(missing_ok=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +17,9 @@ from pagestream.engine.attention.base import LayerCache
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.step_plan import BlockCopy
 from pagestream.kernels.kv_format import page_width
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+POPULATED_AT_ONCE = 4 << 20  # bytes of one layer's keys: two of the system's largest usual pages
 
 
 class BlockMover(Protocol):
@@ -54,6 +60,18 @@ class KVCache:
             self._swapped = lazy_zeros(sizes(num_swap_blocks), dtype)
         self.layers = [LayerCache(k=layer[0], v=layer[1]) for layer in self._pages]
 
+    def populate(self) -> None:
+        """Have the system back the pages with memory, the lowest blocks of all layers first; on a GPU they are."""
+        if self._pages.device.type != "cpu":
+            return
+        num_blocks = self._pages.shape[2]
+        at_once = max(1, POPULATED_AT_ONCE // max(1, self._pages[0, 0, :1].nbytes))
+        for first in range(0, num_blocks, at_once):
+            for layer in self.layers:
+                for pages in (layer.k, layer.v):
+                    if not populate(pages[first : first + at_once]):
+                        return
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Device block to device block, all at once: no target is another copy's source."""
         if copies:
@@ -66,6 +84,15 @@ class KVCache:
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             self._move(self._swapped, self._pages, copies)
+
+
+def populate(pages: Tensor) -> bool:
+    """Back contiguous memory as writing to it would; False where the system can't be asked to."""
+    start, end = -(-pages.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE, (pages.data_ptr() + pages.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform != "linux":
+        return False
+    advise = ctypes.CDLL(None).madvise  # ctypes lets go of the interpreter meanwhile
+    return start >= end or advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_POPULATE_WRITE) == 0
 
 
 def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
