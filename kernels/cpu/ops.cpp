@@ -52,7 +52,7 @@ void ps_pool_free(ps_pool* p) { delete p; }
 
 Linear* ps_linear_create(ps_pool* p, int format, long n, long k, int paired, const void* weights, long stride, const float* bias) {
     auto* w = new Linear((Format)format, n, k, paired != 0);
-    Pool::Use use(p->pool);
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
     if (format == F32) pack_dense(p->pool, *w, static_cast<const float*>(weights), stride);
     else pack_dense(p->pool, *w, static_cast<const uint16_t*>(weights), stride);
     if (bias) w->bias.assign(bias, bias + n);
@@ -61,7 +61,7 @@ Linear* ps_linear_create(ps_pool* p, int format, long n, long k, int paired, con
 
 Linear* ps_linear_create_quantised(ps_pool* p, int kind, long n, long k, int paired, const uint8_t* blocks, const float* bias) {
     auto* w = new Linear(kind == GGUF_Q8_0 ? Q8 : Q4, n, k, paired != 0);
-    Pool::Use use(p->pool);
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
     pack_quantised(p->pool, *w, blocks, (QuantKind)kind);
     if (bias) w->bias.assign(bias, bias + n);
     return w;
@@ -72,7 +72,7 @@ long ps_linear_bytes(const Linear* w) { return (long)(w->panels * w->panel_bytes
 
 // x [m, k] -> out [m, n]
 void ps_linear_run(ps_pool* p, const Linear* w, const float* x, long m, float* out) {
-    Pool::Use use(p->pool);
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
     Rows rows = pack_rows(p->pool, p->scratch.rows, *w, x, m);
     matmul(p->pool, *w, rows, m, [&](long row, long count, long panel, const float* y) { emit<false>(*w, row, count, panel, y, out, w->n); });
 }
@@ -102,7 +102,7 @@ void ps_linear_best(ps_pool* p, const Linear* w, const float* x, long m, int64_t
 
 // Writes keys and values into their slots, then attends.  1, and nothing done, if the batch does not fit the pages.
 int ps_attention_run(ps_pool* p, const ps_attention_call* call) {
-    Pool::Use use(p->pool);
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
     if (!call->batch.fits(call->pages)) return 1;
     const Pages& pages = call->pages;
     const long tokens = call->batch.num_tokens, head = pages.head_size, heads = call->num_heads;
@@ -129,7 +129,7 @@ void ps_decoder_free(Decoder* d) { delete d; }
 
 // 1, and nothing done, if the batch names what does not exist.
 int ps_decoder_forward(ps_pool* p, Decoder* d, const int64_t* token_ids, const Batch* batch, const Pages* pages, float* out) {
-    Pool::Use use(p->pool);
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
     return d->forward(p->pool, token_ids, *batch, pages, out) ? 0 : 1;
 }
 

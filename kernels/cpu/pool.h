@@ -15,48 +15,7 @@
 
 #include "memory.h"
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
-
 namespace ps {
-
-// Threads that are as many as the processor's cores keep to one core each: the system, which sees the rest of the process come
-// and go, would otherwise put two of them on one core every now and then, and everybody waits for the slower.
-class Cores {
-public:
-    explicit Cores(int threads) {
-#if defined(__linux__)
-        cpu_set_t allowed;
-        if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) != threads) return;
-        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-            if (CPU_ISSET(cpu, &allowed)) cores_.push_back(cpu);
-#endif
-    }
-    // Keeps the calling thread to its core.
-    void keep(int thread) const {
-#if defined(__linux__)
-        if (cores_.empty()) return;
-        cpu_set_t one;
-        CPU_ZERO(&one);
-        CPU_SET(cores_[thread], &one);
-        pthread_setaffinity_np(pthread_self(), sizeof one, &one);
-#endif
-    }
-    void release() const {
-#if defined(__linux__)
-        if (cores_.empty()) return;
-        cpu_set_t all;
-        CPU_ZERO(&all);
-        for (int cpu : cores_) CPU_SET(cpu, &all);
-        pthread_setaffinity_np(pthread_self(), sizeof all, &all);
-#endif
-    }
-
-private:
-    std::vector<int> cores_;  // empty: threads go where they like
-};
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -70,7 +29,7 @@ class Pool {
 public:
     static constexpr long MAX_CHUNKS = (1 << 20) - 1;
 
-    explicit Pool(int threads) : cores_(threads), scratch_(threads > 0 ? threads : 1) {
+    explicit Pool(int threads) : scratch_(threads > 0 ? threads : 1) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
     }
     ~Pool() {
@@ -86,16 +45,7 @@ public:
     int size() const { return (int)workers_.size() + 1; }
 
     // One operator at a time: scratch memory and the chunk counter have a single user.
-    // The caller keeps to its core meanwhile, no longer: what it starts later would inherit that.
-    class Use {
-    public:
-        explicit Use(Pool& pool) : lock_(pool.in_use_), cores_(pool.cores_) { cores_.keep(0); }
-        ~Use() { cores_.release(); }
-
-    private:
-        std::lock_guard<std::mutex> lock_;
-        const Cores& cores_;
-    };
+    std::mutex& in_use() { return in_use_; }
 
     // A thread's own, for the duration of a chunk.
     Memory& scratch(int thread) { return scratch_[thread]; }
@@ -140,7 +90,6 @@ private:
     }
 
     void work(int me) {
-        cores_.keep(me);
         using clock = std::chrono::steady_clock;
         constexpr auto patience = std::chrono::microseconds(80);  // operators follow each other closely within a step
         auto idle_since = clock::now();
@@ -167,7 +116,6 @@ private:
         }
     }
 
-    const Cores cores_;
     std::vector<Memory> scratch_;
     std::vector<std::thread> workers_;
     std::mutex in_use_, mutex_;
