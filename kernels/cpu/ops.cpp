@@ -79,7 +79,7 @@ void ps_linear_run(ps_pool* p, const Linear* w, const float* x, long m, float* o
 
 // The greatest of each row's outputs and the first place of it, without writing the others: best [m], scores [m].
 void ps_linear_best(ps_pool* p, const Linear* w, const float* x, long m, int64_t* best, float* scores) {
-    Pool::Use use(p->pool);
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
     Rows rows = pack_rows(p->pool, p->scratch.rows, *w, x, m);
     Greatest* found = p->scratch.found.reserve<Greatest>(m * w->panels);
     matmul(p->pool, *w, rows, m, [&](long row, long count, long panel, float* y) {
