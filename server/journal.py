@@ -36,7 +36,8 @@ VERSION = 1
 BATCH_S = 0.02
 MAX_KEPT_ANSWERS = 10_000
 PRUNE_EVERY = 1000  # answers
-BITS = ("model", "revision", "tokenizer", "dtype", "quantization", "load_format", "kv_cache_dtype")  # options that tokens depend on
+# The options that tokens depend on.
+BITS = ("model", "revision", "tokenizer", "dtype", "quantization", "load_format", "kv_cache_dtype", "kernels")
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
