@@ -164,6 +164,18 @@ def test_company_changes_no_answer(live: Live):
     assert together == alone
 
 
+def test_a_seed_gives_its_text_beside_unseeded_neighbours_that_differ(live: Live):
+    unseeded = {"prompt": "Tell", "temperature": 1, "max_tokens": 40, "ignore_eos": True}
+    seeded = unseeded | {"seed": 7}
+    alone = live.complete(**seeded).json()["choices"]
+    with ThreadPoolExecutor(10) as pool:
+        calls = [pool.submit(live.complete, **body) for body in [*[unseeded] * 4, seeded, *[unseeded] * 4, seeded]]
+        answers = [call.result().json()["choices"] for call in calls]
+    assert answers.pop(9) == alone
+    assert answers.pop(4) == alone
+    assert len({answer[0]["text"] for answer in answers}) == len(answers)
+
+
 @pytest.mark.parametrize(
     "fields", [{"temperature": 1e-45}, {"temperature": 1e-4, "top_p": 1e-4}, {"temperature": 2, "top_k": 1}, {"top_p": 0}]
 )
