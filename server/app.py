@@ -143,33 +143,23 @@ def add_routes(app: FastAPI) -> None:
         responses=describe_stream(),
         tags=["generation"],
     )
-    app.add_api_route(
-        "/v1/messages",
-        create_message,
-        methods=["POST"],
-        summary="Answer a conversation in Anthropic's shape",
-        responses=describe_messages(),
-        openapi_extra=describe_body("MessagesRequest"),
-        tags=["generation"],
-    )
-    app.add_api_route(
-        "/v1/responses",
-        create_response,
-        methods=["POST"],
-        summary="Answer a conversation in the shape of OpenAI's responses",
-        responses=describe_response(),
-        openapi_extra=describe_body("ResponsesRequest"),
-        tags=["generation"],
-    )
-    app.add_api_route(
-        "/v1/embeddings",
-        embeddings.create_embeddings,
-        methods=["POST"],
-        summary="Embeddings of texts",
-        responses=describe_embeddings(),
-        openapi_extra=describe_body("EmbeddingRequest"),
-        tags=["generation"],
-    )
+    for path, door, answers, body, summary in (
+        ("/v1/messages", create_message, describe_messages(), "MessagesRequest", "Answer a conversation in Anthropic's shape"),
+        (
+            "/v1/responses", create_response, describe_response(), "ResponsesRequest",
+            "Answer a conversation in the shape of OpenAI's responses",
+        ),
+        ("/v1/embeddings", embeddings.create_embeddings, describe_embeddings(), "EmbeddingRequest", "Embeddings of texts"),
+    ):  # fmt: skip
+        app.add_api_route(
+            path,
+            door,
+            methods=["POST"],
+            summary=summary,
+            responses=answers,
+            openapi_extra=describe_body(body),
+            tags=["generation"],
+        )
     no_key = describe_errors(401)
     for path, door, shape, body, summary in (
         ("/tokenize", tokenize.tokenize, responses.Tokens, "TokenizeRequest", "Token ids of a text or a conversation"),

@@ -51,7 +51,7 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
             const long first = count - (chunk + 1) * per_chunk;  // the later in a prompt, the more keys: long ones first
             for (long i = first; i < first + per_chunk; ++i) {
                 TileAttention attention(pages, spec, batch, queries, tiles[i]);
-                const long after = i + 1 < first + per_chunk ? i + 1 : std::max(0L, first - (pool.size() - 1) * per_chunk - per_chunk);
+                const long after = i + 1 < first + per_chunk ? i + 1 : std::max(0L, first - pool.size() * per_chunk);
                 const TileAttention next(pages, spec, batch, queries, tiles[after]);
                 attention.attend(attention.first_split(), state, splits[thread], &next);
                 for (long split = attention.first_split() + 1; split <= attention.last_split(); ++split) {

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
+from pagestream.engine import AsyncLLMEngine, EngineArgs
 from pagestream.server.app import create_app
 from pagestream.server.journal import Journal
 from pagestream.server.metrics import Metrics
@@ -141,6 +143,15 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 def counts(usage: dict[str, Any]) -> list[int]:
     """The three numbers of a usage; how many tokens came from the cache may differ between runs."""
     return [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+
+
+@contextmanager
+def served_model(folder: Path, **options: Any) -> Iterator[Live]:
+    """A server around a real engine, which serves this checkpoint."""
+    metrics = Metrics("m")
+    args = EngineArgs(model=str(folder), num_kv_blocks=256, device="cpu", cpu_threads=1, **options)
+    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as live:
+        yield live
 
 
 def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:

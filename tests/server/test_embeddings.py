@@ -10,10 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from pagestream.engine import AsyncLLMEngine, EngineArgs
 from pagestream.server.embeddings import INPUTS_AT_ONCE, MAX_INPUTS
-from pagestream.server.metrics import Metrics
-from tests.server.conftest import Live, refusal_of, served
+from tests.server.conftest import Live, refusal_of, served_model
 
 
 def embed(live: Live, inputs, **fields) -> list:
@@ -101,9 +99,7 @@ def test_a_full_queue_is_told_at_once(start):
 
 @pytest.fixture(scope="module")
 def real(tiny_llama: Path) -> Iterator[Live]:
-    metrics = Metrics("m")
-    args = EngineArgs(model=str(tiny_llama), num_kv_blocks=256, max_num_seqs=16, device="cpu", cpu_threads=1)
-    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as live:
+    with served_model(tiny_llama, max_num_seqs=16) as live:
         yield live
 
 

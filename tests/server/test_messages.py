@@ -11,10 +11,9 @@ import anthropic
 import jsonschema
 import pytest
 
-from pagestream.engine import AsyncLLMEngine, EngineArgs, FinishReason, RequestFailed
-from pagestream.server.metrics import Metrics
+from pagestream.engine import FinishReason, RequestFailed
 from pagestream.server.responses import AnthropicMessage
-from tests.server.conftest import Live, refusal_of, served
+from tests.server.conftest import Live, refusal_of, served_model
 from tests.tiny_models import make_checkpoint
 
 SCHEMA = {
@@ -30,9 +29,7 @@ ASKED: dict[str, Any] = {"model": "m", "max_tokens": 40, "messages": [{"role": "
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder: Path = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "long", max_position_embeddings=2048)
-    metrics = Metrics("m")
-    args = EngineArgs(model=str(folder), num_kv_blocks=256, max_num_seqs=8, device="cpu", cpu_threads=1)
-    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as server:
+    with served_model(folder, max_num_seqs=8) as server:
         yield server
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagestream.engine import AsyncLLMEngine, EngineArgs
-from pagestream.server.metrics import Metrics
-from tests.server.conftest import Live, refusal_of, served
+from tests.server.conftest import Live, refusal_of, served_model
 from tests.server.test_completions import both_ways
 
 BEAMS = {"prompt": "the quick", "use_beam_search": True, "temperature": 0, "n": 2, "best_of": 4, "max_tokens": 30, "ignore_eos": True}
@@ -18,9 +16,7 @@ BEAMS = {"prompt": "the quick", "use_beam_search": True, "temperature": 0, "n": 
 
 @pytest.fixture(scope="module")
 def live(tiny_llama: Path) -> Iterator[Live]:
-    metrics = Metrics("m")
-    args = EngineArgs(model=str(tiny_llama), num_kv_blocks=256, max_num_seqs=16, device="cpu", cpu_threads=1)
-    with served(AsyncLLMEngine.from_engine_args(args, metrics), metrics) as server:
+    with served_model(tiny_llama, max_num_seqs=16) as server:
         yield server
 
 
