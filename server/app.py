@@ -143,7 +143,7 @@ def add_routes(app: FastAPI) -> None:
         responses=describe_stream(),
         tags=["generation"],
     )
-    for path, door, answers, body, summary in (
+    for path, create, answers, body, summary in (
         ("/v1/messages", create_message, describe_messages(), "MessagesRequest", "Answer a conversation in Anthropic's shape"),
         (
             "/v1/responses", create_response, describe_response(), "ResponsesRequest",
@@ -153,7 +153,7 @@ def add_routes(app: FastAPI) -> None:
     ):  # fmt: skip
         app.add_api_route(
             path,
-            door,
+            create,
             methods=["POST"],
             summary=summary,
             responses=answers,
