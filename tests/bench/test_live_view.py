@@ -63,7 +63,7 @@ def running(program: str, *arguments: object) -> Iterator[None]:
 
 
 def wait_until_ready(url: str) -> None:
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 120
     while True:
         with suppress(httpx.TransportError):
             if httpx.get(url).status_code == 200:

@@ -58,9 +58,9 @@ class Live:
         async def run() -> Any:
             return call(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
-    def until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+    def until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         end_s = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
@@ -75,7 +75,7 @@ class Live:
     def connect(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
         """A bare socket with the request sent."""
         raw = json.dumps({"model": "m", **body}).encode()
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         sock.sendall(head.encode() + raw)
         return sock
@@ -96,15 +96,15 @@ def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **sett
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while not server.started:
         assert time.monotonic() < end_s, "the server did not start"
         time.sleep(0.005)
     port = bound.getsockname()[1]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         yield Live(port, engine, loops[0], client, app)
     server.should_exit = True
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive(), "the server did not end"
 
 

@@ -14,7 +14,7 @@ PATHS = ("/livez", "/readyz")
 def probe(port: int, path: str) -> tuple[float, int]:
     """Seconds from connecting to the whole answer, and its status."""
     started_s = time.monotonic()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

@@ -109,13 +109,13 @@ def test_a_unix_socket(tmp_path: Path):
     path = str(tmp_path / "sock")
     with bind_unix(path) as bound:
         server, thread = serve(bound)
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path, retries=20), timeout=5) as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path, retries=20), timeout=60) as client:
             bound.listen()
             assert client.get("http://localhost/").text == "hi"
         with pytest.raises(StartError, match="can't listen"):
             bind_unix(path)
         server.should_exit = True
-        thread.join(5)
+        thread.join(60)
     with bind_unix(path):  # left behind by a server that is gone
         assert Path(path).is_socket()
     Path(path).unlink()
@@ -134,10 +134,10 @@ def test_tls(tmp_path: Path):
         server, thread = serve(bound, ssl_certfile=certificate, ssl_keyfile=key)
         bound.listen()
         context = ssl.create_default_context(cafile=certificate)
-        with httpx.Client(verify=context, timeout=5) as client:
+        with httpx.Client(verify=context, timeout=60) as client:
             assert client.get(f"https://127.0.0.1:{bound.getsockname()[1]}/").text == "hi"
         server.should_exit = True
-        thread.join(5)
+        thread.join(60)
     for bad in (Tls(certificate), Tls(certificate, str(tmp_path / "missing")), Tls(certificate, key, str(tmp_path / "missing"))):
         with pytest.raises(StartError, match="can't be used"):
             check_tls(bad)

@@ -37,8 +37,8 @@ def spawned(*flags: str) -> Iterator[Spawned]:
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-            end_s = time.monotonic() + 10
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            end_s = time.monotonic() + 60
             while True:
                 try:
                     if client.get("/readyz").status_code == 200:
@@ -73,7 +73,7 @@ def test_a_drain_serves_what_runs_and_refuses_the_rest(spawn, number):
     with ExitStack() as stack:
         lines = begin(server, stack, 80)
         server.process.send_signal(number)
-        end_s = time.monotonic() + 1
+        end_s = time.monotonic() + 5
         while server.client.get("/readyz").status_code == 200:
             assert time.monotonic() < end_s, "readiness must turn at once"
         assert server.client.get("/health").status_code == 200

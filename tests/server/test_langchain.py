@@ -21,7 +21,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def model_of(live: Live, **options: Any) -> ChatOpenAI:
     asked = {"temperature": 0, "max_tokens": 200, "seed": 3} | options
-    return ChatOpenAI(model="m", base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=20, **asked)
+    return ChatOpenAI(model="m", base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60, **asked)
 
 
 def test_streamed_equals_whole(live: Live):

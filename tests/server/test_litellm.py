@@ -27,7 +27,7 @@ def ask(live: Live, **fields: Any) -> Any:
     import litellm
 
     asked = {"temperature": 1, "seed": 3, "max_tokens": 200, "messages": MESSAGES} | fields
-    return litellm.completion(model="openai/m", api_base=f"{live.url}/v1", api_key="none", num_retries=0, timeout=20, **asked)
+    return litellm.completion(model="openai/m", api_base=f"{live.url}/v1", api_key="none", num_retries=0, timeout=60, **asked)
 
 
 def test_streamed_equals_whole(live: Live):

@@ -44,7 +44,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> Mirror:
-        self._client = httpx.Client(base_url=self.live.url, timeout=20)
+        self._client = httpx.Client(base_url=self.live.url, timeout=60)
         self._thread.start()
         self.live.until(lambda: bool(self.state), "the first event")
         return self
@@ -53,7 +53,7 @@ class Mirror:
         self._is_closed = True
         # The reader may be waiting for a byte: only the end of the connection wakes it.
         self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        self._thread.join(60)
         self._client.close()
 
     def _read(self) -> None:

@@ -34,7 +34,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def client_of(live: Live) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60)
 
 
 def as_client(asked: dict[str, Any]) -> dict[str, Any]:

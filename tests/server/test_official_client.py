@@ -22,7 +22,7 @@ def keen() -> Iterator[Live]:
 
 @pytest.fixture
 def client(keen: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=0, timeout=10) as made:
+    with openai.OpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
@@ -83,7 +83,7 @@ def test_a_failure_is_not_repeated(keen: Live):
 
     before = failures()
     with (
-        openai.OpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=3, timeout=10) as client,
+        openai.OpenAI(base_url=keen.url + "/v1", api_key="none", max_retries=3, timeout=60) as client,
         pytest.raises(openai.InternalServerError),
     ):
         client.completions.create(model="m", prompt="a", extra_body={"x_fault": {"kind": "raise"}})

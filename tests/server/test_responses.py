@@ -36,7 +36,7 @@ def both_ways(live: Live, **fields: Any) -> Any:
     """The client's response; the stream's last event holds the same output."""
     asked: dict[str, Any] = {"model": "m", "temperature": 0, **fields}
     ResponseObject.model_validate(live.client.post("/v1/responses", json=asked).json())
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         whole = client.responses.create(**asked)
         events = list(client.responses.create(**asked, stream=True))
         assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -137,7 +137,7 @@ def test_what_is_kept_is_bounded(start):
 
 def test_the_official_client_reads_ids_and_comments_between_them(start):
     live: Live = start({"step_s": 0.01}, sse_keep_alive_interval_s=0.004)
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         chunks = list(
             client.completions.create(
                 model="m",
@@ -208,7 +208,7 @@ def test_what_was_refused_or_has_failed_is_tried_again(live: Live):
 def test_a_client_who_was_cut_off_finds_its_answer_under_its_key(start):
     live: Live = start({"step_s": 0.01})
     raw = json.dumps({"model": "m", **STORY}).encode()
-    sock = socket.create_connection(("127.0.0.1", live.port), timeout=5)
+    sock = socket.create_connection(("127.0.0.1", live.port), timeout=60)
     headers = {"Content-Type": "application/json", "Idempotency-Key": "k", "Authorization": "Bearer a"}
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(raw)}", *(": ".join(pair) for pair in headers.items())]
     sock.sendall("\r\n".join([*lines, "", ""]).encode() + raw)

@@ -27,7 +27,7 @@ def send(live: Live, case: schemathesis.Case) -> None:
         case.body["model"] = "m"
         if "max_tokens" in case.body:
             case.body["max_tokens"] = 3
-    response = case.call(base_url=live.url, timeout=10)
+    response = case.call(base_url=live.url, timeout=60)
     assert response.status_code < 500, (case.body, response.text)
     case.validate_response(response, checks=[schemathesis.checks.not_a_server_error])
     if response.headers["content-type"][0].startswith("application/json"):

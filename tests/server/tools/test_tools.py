@@ -102,7 +102,7 @@ def test_calls_and_their_results_come_back_in_a_conversation(live: Live):
 
 
 def test_the_official_client_reads_calls(live: Live):
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         asked: dict[str, Any] = {"model": "m", "tools": TOOLS, "tool_choice": NAMED, **SAMPLED}
         asked["messages"] = [{"role": "user", "content": "Hello"}]
         whole = client.chat.completions.create(**asked).choices[0].message.tool_calls[0]
