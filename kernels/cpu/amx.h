@@ -41,6 +41,11 @@ template <int T>
 inline void tile_load(const void* p, long stride_bytes) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride_bytes) : "memory");
 }
+// The same for what is not read again soon: it leaves the first cache to what is.
+template <int T>
+inline void tile_load_passing(const void* p, long stride_bytes) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride_bytes) : "memory");
+}
 template <int T>
 inline void tile_store(void* p, long stride_bytes) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(stride_bytes) : "memory");

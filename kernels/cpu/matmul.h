@@ -106,7 +106,13 @@ struct ExpandedPanel {
     }
 };
 
-template <class Panel>
+// Many rows pass by one panel, which then stays in the first cache; few rows stay there themselves.
+template <bool PASSING, int T>
+inline void load_rows(const uint32_t* a) {
+    PASSING ? tile_load_passing<T>(a, 64) : tile_load<T>(a, 64);
+}
+
+template <bool PASSING, class Panel>
 inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& panel, float* out) {
     const uint32_t* a_high = a + k_blocks * TILE_LANES;
     tile_zero<0>();
@@ -116,7 +122,7 @@ inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& pa
             const uint32_t* b = panel(kb);
             tile_load<6>(b, 64);
             tile_load<7>(b + TILE_LANES, 64);
-            tile_load<4>(a + kb * TILE_LANES, 64);
+            load_rows<PASSING, 4>(a + kb * TILE_LANES);
             tile_dot<0, 4, 6>();
             tile_dot<1, 4, 7>();
         }
@@ -126,9 +132,9 @@ inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& pa
         for (long kb = 0; kb < k_blocks; ++kb) {
             const uint32_t* b = panel(kb);
             tile_load<6>(b, 64);
-            tile_load<4>(a + kb * TILE_LANES, 64);
+            load_rows<PASSING, 4>(a + kb * TILE_LANES);
             tile_load<7>(b + TILE_LANES, 64);
-            tile_load<5>(a_high + kb * TILE_LANES, 64);
+            load_rows<PASSING, 5>(a_high + kb * TILE_LANES);
             tile_dot<0, 4, 6>();
             tile_dot<1, 4, 7>();
             tile_dot<2, 5, 6>();
@@ -186,10 +192,13 @@ void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memor
             else {
 #if PS_AMX
                 if (configured != count) linear_tiles(configured = count).activate();
-                if (!first) tile_block(a, count, w.k_blocks, CachedPanel{dense}, y);
-                else if (w.format == Q4) tile_block(a, count, w.k_blocks, ExpandedPanel<Q4Block>{w.block(panel, 0), expanded, keep}, y);
-                else if (w.format == Q8) tile_block(a, count, w.k_blocks, ExpandedPanel<Q8Block>{w.block(panel, 0), expanded, keep}, y);
-                else tile_block(a, count, w.k_blocks, DistantPanel{dense}, y);
+                const auto multiply = [&](const auto& tiles) {
+                    keep ? tile_block<true>(a, count, w.k_blocks, tiles, y) : tile_block<false>(a, count, w.k_blocks, tiles, y);
+                };
+                if (!first) multiply(CachedPanel{dense});
+                else if (w.format == Q4) multiply(ExpandedPanel<Q4Block>{w.block(panel, 0), expanded, keep});
+                else if (w.format == Q8) multiply(ExpandedPanel<Q8Block>{w.block(panel, 0), expanded, keep});
+                else multiply(DistantPanel{dense});
 #else
                 vector_block<Bf16Lane>(a, count, w.k_blocks, dense, first && !expanded, y);
 #endif
