@@ -107,6 +107,9 @@ class DrainingServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="on",
+            # Not whatever happens to be installed: httptools puts no bound on a request's head, and answers other errors.
+            http="h11",
+            loop="asyncio",
             timeout_keep_alive=KEEP_ALIVE_S,
             ws="none",
             ssl_certfile=None if tls is None else tls.certificate,
