@@ -26,7 +26,8 @@ from tests.server.conftest import Live, served
 from tests.server.test_resumable import parsed
 
 NUM_CLIENTS = 32
-WARM_UP_S = 5.0
+WARM_UP_ACTS = 400  # by work, not by time: what the first requests allocate must have been allocated
+LONG_S = 60  # in which everybody has left on any machine
 COMPLETIONS = "/v1/completions"
 MALFORMED = [
     b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "m"}', b'{"model": "m", "prompt": ""}', b'{"model":"m","prompt":[99999]}',
@@ -61,19 +62,22 @@ class Chaos:
         self.bodies = reference_bodies()
         self.choose = random.Random(seed)
         self.counts: Counter[str] = Counter()
+        self.num_acts = 0
         self.faults = itertools.cycle(FAULTS)  # in turn, so that also a short run has all of them
 
-    async def run(self, seconds: float) -> None:
+    async def run(self, seconds: float, least_acts: int = 0) -> None:
+        """So long, and until so much is done."""
         end_s = asyncio.get_running_loop().time() + seconds
         limits = httpx.Limits(max_connections=NUM_CLIENTS + 8)
-        async with httpx.AsyncClient(base_url=self.live.url, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=self.live.url, timeout=280, limits=limits) as client:
 
             async def one() -> None:
                 acts = [self.whole, self.whole, self.stream, self.stream, self.resume, self.leave, self.dawdle, self.lie, self.fault, self.hurry]
-                while asyncio.get_running_loop().time() < end_s:
+                while asyncio.get_running_loop().time() < end_s or self.num_acts < least_acts:
                     act = self.choose.choice(acts)
                     await act(client)
                     self.counts[act.__name__] += 1
+                    self.num_acts += 1
 
             await asyncio.gather(*(one() for _ in range(NUM_CLIENTS)))
 
@@ -189,8 +193,8 @@ def resident_bytes() -> int:
 def settle(live: Live) -> None:
     """Everybody has left: nothing may be left of them."""
     engine = live.engine
-    live.until(lambda: not engine._streams and not engine._engine.has_unfinished_requests(), "idle", 30)  # type: ignore[attr-defined]
-    live.until(lambda: not live.on_loop(lambda: len(shared_of(live))), "nothing is kept", 10)
+    live.until(lambda: not engine._streams and not engine._engine.has_unfinished_requests(), "idle", LONG_S)  # type: ignore[attr-defined]
+    live.until(lambda: not live.on_loop(lambda: len(shared_of(live))), "nothing is kept", LONG_S)
     for name in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc"):
         assert live.metric(f"vllm:{name}") == 0
     blocks = engine._engine.scheduler.blocks  # type: ignore[attr-defined]
@@ -218,14 +222,14 @@ def run_chaos(live: Live, seconds: float, seed: int) -> None:
         answer = live.client.post(COMPLETIONS, json=body)
         solo.append([choice["text"] for choice in answer.json()["choices"]])
     chaos = Chaos(live, solo, seed)
-    asyncio.run(chaos.run(WARM_UP_S))
+    asyncio.run(chaos.run(0, WARM_UP_ACTS))
     settle(live)
     num_files, num_bytes = num_open_files(), resident_bytes()
-    asyncio.run(chaos.run(seconds))
+    asyncio.run(chaos.run(seconds, 2 * WARM_UP_ACTS))
     settle(live)
     for body, texts in zip(reference_bodies(), solo, strict=True):
         assert [choice["text"] for choice in live.client.post(COMPLETIONS, json=body).json()["choices"]] == texts
-    live.until(lambda: num_open_files() <= num_files * 1.05, "file descriptors are back", 10)
+    live.until(lambda: num_open_files() <= num_files * 1.05, "file descriptors are back", LONG_S)
     assert resident_bytes() <= num_bytes * 1.05
     # Each request that was admitted has ended once, and was then counted under one reason.
     assert Counter(ended) == Counter(set(admitted))

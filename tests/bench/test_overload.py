@@ -90,7 +90,7 @@ def test_ten_times_too_much_for_a_minute(smollm2_path: Path):
         print(
             f"\ncapacity {capacity:.0f} tokens/s, goodput {goodput:.0%} of it at {rate:.1f} requests/s; {len(accepted)} accepted, "
             f"{len(refused)} refused, the slowest in {1000 * longest_refusal_s:.0f} ms; probes "
-            f"{probes.num_rounds}, the slowest in {1000 * max(probes.longest_s.values()):.0f} ms"
+            f"{probes.num_rounds}, the slowest in {1000 * probes.sorted_s()[-1]:.0f} ms"
         )
         for reply in refused:
             error = json.loads(reply.body)["error"]
@@ -104,4 +104,4 @@ def test_ten_times_too_much_for_a_minute(smollm2_path: Path):
         assert goodput >= 0.9
         assert longest_refusal_s <= 0.1
         assert probes.statuses == {"/livez": [200], "/readyz": [200]}
-        assert max(probes.longest_s.values()) < 0.25
+        assert probes.sorted_s()[-1] < 0.25

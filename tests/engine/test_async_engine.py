@@ -164,7 +164,7 @@ async def test_the_end_of_the_loop_ends_every_stream(tiny_llama):
 
 async def test_steps_leave_the_event_loop_free(tiny_llama):
     async with running(tiny_llama) as engine:
-        (stream,) = await engine.add_requests("slow", ["the"], GREEDY, fault=Fault("slow", at_token=2, seconds=0.5))
+        (stream,) = await engine.add_requests("slow", ["the"], GREEDY, fault=Fault("slow", at_token=2, seconds=2.0))
         longest = 0.0
         reading = asyncio.create_task(whole(stream))
         loop = asyncio.get_running_loop()
@@ -172,7 +172,7 @@ async def test_steps_leave_the_event_loop_free(tiny_llama):
             before = loop.time()
             await asyncio.sleep(0.005)
             longest = max(longest, loop.time() - before)
-        assert longest < 0.3
+        assert longest < 1
 
 
 async def test_a_request_can_be_looked_up_by_its_id_until_some_time_after_its_end(tiny_llama):

@@ -17,7 +17,7 @@ async def folded(stream):
 async def test_an_answer_ends_at_its_deadline_with_the_tokens_it_has(tiny_llama):
     async with running(tiny_llama) as engine:
         expected = await whole((await engine.add_requests("alone", ["the"], LONG))[0])
-        (stream,) = await engine.add_requests("late", ["the"], LONG, timeout_s=0.2, fault=Fault("slow", at_token=7, seconds=0.4))
+        (stream,) = await engine.add_requests("late", ["the"], LONG, timeout_s=1.0, fault=Fault("slow", at_token=7, seconds=1.5))
         output = await folded(stream)
         (answer,) = output.outputs
         assert answer.finish_reason is FinishReason.DEADLINE
@@ -29,9 +29,9 @@ async def test_an_answer_ends_at_its_deadline_with_the_tokens_it_has(tiny_llama)
 
 async def test_a_prompt_that_is_not_computed_in_time_ends_without_tokens(tiny_llama):
     async with running(tiny_llama, max_num_batched_tokens=16, max_num_seqs=2) as engine:
-        (slow,) = await engine.add_requests("slow", ["the"], GREEDY, fault=Fault("slow", at_token=1, seconds=0.3))
+        (slow,) = await engine.add_requests("slow", ["the"], GREEDY, fault=Fault("slow", at_token=1, seconds=1.0))
         await anext(slow)
-        (stream,) = await engine.add_requests("late", [[7] * 400], GREEDY, timeout_s=0.1)
+        (stream,) = await engine.add_requests("late", [[7] * 400], GREEDY, timeout_s=0.5)
         output = await folded(stream)
         assert output.outputs[0].finish_reason is FinishReason.DEADLINE
         assert output.usage.num_output_tokens == 0
@@ -41,8 +41,8 @@ async def test_a_prompt_that_is_not_computed_in_time_ends_without_tokens(tiny_ll
 
 async def test_a_request_may_reach_its_deadline_in_the_queue(tiny_llama):
     async with running(tiny_llama, max_num_seqs=1) as engine:
-        (first,) = await engine.add_requests("first", ["the"], GREEDY, fault=Fault("slow", at_token=1, seconds=0.3))
-        (queued,) = await engine.add_requests("queued", ["a"], GREEDY, timeout_s=0.1)
+        (first,) = await engine.add_requests("first", ["the"], GREEDY, fault=Fault("slow", at_token=1, seconds=1.0))
+        (queued,) = await engine.add_requests("queued", ["a"], GREEDY, timeout_s=0.5)
         output = await folded(queued)
         assert output.outputs[0].finish_reason is FinishReason.DEADLINE
         assert len(await whole(first)) == 24
@@ -62,11 +62,11 @@ async def test_what_would_still_wait_at_its_deadline_is_refused_at_once(tiny_lla
         for index in range(8):
             fault = Fault("slow", at_token=0, seconds=0.05)
             await whole((await engine.add_requests(f"pace{index}", ["the"], SamplingParams(max_tokens=1), fault=fault))[0])
-        streams = await engine.add_requests("queue", ["the"] * 10, LONG)
+        streams = await engine.add_requests("queue", ["the"] * 40, LONG)
         before_s = time.monotonic()
         with pytest.raises(Overloaded, match="timeout_s") as refused:
-            await engine.add_requests("hopeless", ["a"], GREEDY, timeout_s=0.1)
-        assert time.monotonic() - before_s < 0.1
+            await engine.add_requests("hopeless", ["a"], GREEDY, timeout_s=1.0)
+        assert time.monotonic() - before_s < 0.5
         assert refused.value.retry_after_s > 0
         (patient,) = await engine.add_requests("patient", ["a"], GREEDY, timeout_s=60)
         for stream in [*streams, patient]:
@@ -91,7 +91,7 @@ async def test_time_spent_on_the_way_in_counts(tiny_llama):
 
 @pytest.mark.parametrize("kind", ["slow", "hang"])
 async def test_nobody_waits_for_a_stuck_step_beyond_his_deadline(tiny_llama, kind):
-    stuck_s, timeout_s = 2.0, 0.3
+    stuck_s, timeout_s = 4.0, 1.0
     async with running(tiny_llama, max_num_seqs=6) as engine:
         (alone,) = await engine.add_requests("alone", ["a"], GREEDY)
         undisturbed = await whole(alone)
@@ -111,7 +111,7 @@ async def test_nobody_waits_for_a_stuck_step_beyond_his_deadline(tiny_llama, kin
         (queued,) = await engine.add_requests("queued", ["the"], both, timeout_s=timeout_s)
         (behind,) = await engine.add_requests("behind", ["the"], both, timeout_s=timeout_s)
         ended = await asyncio.gather(*map(folded, (guilty, other, queued, behind)))
-        assert time.monotonic() - begun_s < timeout_s + DEADLINE_GRACE_S + 0.5 < stuck_s
+        assert time.monotonic() - begun_s < timeout_s + DEADLINE_GRACE_S + 2 < stuck_s
         assert engine.stalled_s > 0, "the step goes on"
         for output in ended:
             assert all(answer.finish_reason is FinishReason.DEADLINE for answer in output.outputs)
@@ -131,10 +131,10 @@ async def test_nobody_waits_for_a_stuck_step_beyond_his_deadline(tiny_llama, kin
 async def test_a_prompt_is_not_tokenized_beyond_its_deadline(tiny_llama):
     async with running(tiny_llama) as engine:
         tokenizer = engine._engine.intake.tokenizer
-        engine._engine.intake.tokenizer = type("Slow", (), {"encode": staticmethod(lambda *_: time.sleep(1.0))})()
+        engine._engine.intake.tokenizer = type("Slow", (), {"encode": staticmethod(lambda *_: time.sleep(3.0))})()
         begun_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await engine.add_requests("late", ["the"], GREEDY, timeout_s=0.1)
-        assert time.monotonic() - begun_s < 0.6
+        assert time.monotonic() - begun_s < 2
         engine._engine.intake.tokenizer = tokenizer
         await until_idle(engine)

@@ -262,6 +262,7 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.ended: list[tuple[str, FinishReason, int]] = []  # request id, why, tokens generated
         self.admission_s = 0.0
+        self.num_asked = 0
         self.is_dead = self.is_draining = self.is_paused = False
         self.is_started = False
         self.stalled_s = 0.0
@@ -371,6 +372,7 @@ class FakeEngine:
         begun: Sequence[Begun] = (),
         pooling: Pooling | None = None,
     ) -> list[FakeStream]:
+        self.num_asked += 1
         await asyncio.sleep(self.admission_s)
         if fault is not None and not self.allows_faults:
             raise InvalidRequest("x_fault needs a server started with --enable-fault-injection", param="x_fault")

@@ -26,18 +26,15 @@ def probe(port: int, path: str) -> tuple[float, int]:
 
 def main() -> None:
     port, between_s = int(sys.argv[1]), float(sys.argv[2])
-    longest_s = dict.fromkeys(PATHS, 0.0)
+    all_s: dict[str, list[float]] = {path: [] for path in PATHS}
     statuses: dict[str, set[int]] = {path: set() for path in PATHS}
-    num_rounds = 0
     print("probing", flush=True)
     while not select.select([sys.stdin], [], [], between_s)[0]:
         for path in PATHS:
             took_s, status = probe(port, path)
-            longest_s[path] = max(longest_s[path], took_s)
+            all_s[path].append(took_s)
             statuses[path].add(status)
-        num_rounds += 1
-    told = {"longest_s": longest_s, "statuses": {path: sorted(found) for path, found in statuses.items()}, "num_rounds": num_rounds}
-    print(json.dumps(told), flush=True)
+    print(json.dumps({"all_s": all_s, "statuses": {path: sorted(found) for path, found in statuses.items()}}), flush=True)
 
 
 if __name__ == "__main__":

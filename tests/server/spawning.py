@@ -51,15 +51,21 @@ def serving(model: Path | str, *flags: str, cpu_threads: int | None = 1) -> Iter
 class Probes:
     """What a prober has found, once it was told to end."""
 
-    longest_s: dict[str, float]
+    all_s: dict[str, list[float]]  # by path, in the order of the rounds
     statuses: dict[str, list[int]]
-    num_rounds: int
+
+    @property
+    def num_rounds(self) -> int:
+        return min(map(len, self.all_s.values()), default=0)
+
+    def sorted_s(self) -> list[float]:
+        return sorted(took_s for found in self.all_s.values() for took_s in found)
 
 
 @contextlib.contextmanager
 def probing(port: int, between_s: float = 0.05) -> Iterator[Probes]:
     """Ask /livez and /readyz again and again, each on a connection of its own, as a supervisor does; read the result afterwards."""
-    found = Probes({}, {}, 0)
+    found = Probes({}, {})
     command = [sys.executable, "-m", "tests.server.prober", str(port), str(between_s)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -71,4 +77,4 @@ def probing(port: int, between_s: float = 0.05) -> Iterator[Probes]:
             told = json.loads(process.stdout.readline())
         finally:
             process.kill()
-    found.longest_s, found.statuses, found.num_rounds = told["longest_s"], told["statuses"], told["num_rounds"]
+    found.all_s, found.statuses = told["all_s"], told["statuses"]
