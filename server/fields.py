@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, PlainValidator, Strict, WithJsonSchema
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    Strict,
+    WithJsonSchema,
+    model_validator,
+)
 
 from pagestream.engine import InvalidRequest
 
@@ -20,12 +30,36 @@ Real = Annotated[float, Strict(), AllowInfNan(False)]
 Text = Annotated[str, Strict()]
 BadWord = Annotated[Text, Field(min_length=1, max_length=256)]
 
+Item = TypeVar("Item")
+Several = Annotated[list[Item], Field(fail_fast=True)]  # a body has room for millions of items, and the first fault says enough
+
 
 class WireModel(BaseModel):
     """An unknown field is refused, never ignored.  `unsupported` has known ones, with those values that ask for nothing."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def keep_one_unknown_field(cls, value: Any) -> Any:
+        """A body has room for hundreds of thousands, of which each would become a fault with its description."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in value if name not in known)
+        return {name: value[name] for name in value if name in known or name == unknown}
+
+
+def at_most(number: int) -> BeforeValidator:
+    """For what would be looked through entry by entry before its length is."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > number:
+            raise ValueError(f"at most {number} entries are allowed")
+        return value
+
+    return BeforeValidator(check)
 
 
 def as_prompts(value: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:

@@ -7,13 +7,26 @@ name, except for the values listed there, which ask for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import Fault, InvalidRequest, SamplingParams
 from pagestream.server.constraints import ResponseFormat, StructuredOutputs, find_constraint
-from pagestream.server.fields import BadWord, Count, EarlyStopping, Flag, Prompts, Real, Stops, Text, Whole, WireModel
+from pagestream.server.fields import (
+    BadWord,
+    Count,
+    EarlyStopping,
+    Flag,
+    Prompts,
+    Real,
+    Several,
+    Stops,
+    Text,
+    Whole,
+    WireModel,
+    at_most,
+)
 from pagestream.server.tools.plan import Parsers, ReplyPlan, plan_reply
 from pagestream.server.tools.wire import MAX_TOOLS, Tool, ToolCall, ToolChoice, check_tools
 
@@ -36,7 +49,6 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
@@ -47,6 +59,7 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+MAX_BIASES = 1 << 16
 
 # What a template gets from fields of their own.
 RESERVED_KWARGS = frozenset(("messages", "add_generation_prompt", "continue_final_message", "tools"))
@@ -96,10 +109,10 @@ class GenerationRequest(WireModel):
     presence_penalty: Real | None = Field(0.0, ge=-2, le=2)
     frequency_penalty: Real | None = Field(0.0, ge=-2, le=2)
     repetition_penalty: Real | None = Field(1.0, gt=0, le=100)
-    logit_bias: dict[str, Real] | None = Field(
-        None, description="Token ids, written as text, to what is added to their logits: -100 to 100."
+    logit_bias: Annotated[dict[str, Real] | None, at_most(MAX_BIASES)] = Field(
+        None, max_length=MAX_BIASES, description="Token ids, written as text, to what is added to their logits: -100 to 100."
     )
-    allowed_token_ids: list[Count] | None = Field(None, min_length=1)
+    allowed_token_ids: Several[Count] | None = Field(None, min_length=1)
     prompt_logprobs: Whole | None = Field(
         None, ge=0, le=20, description="So many likeliest tokens at each position of the prompt."
     )
@@ -224,7 +237,7 @@ class Message(WireModel):
     """One turn.  `developer` is read as `system`; a content of several text parts is joined by line breaks."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Several[TextPart] | None = None
     name: Text | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: Text | None = None
@@ -283,6 +296,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: ToolChoice | None = Field(None, description="Default: auto. required and a named tool constrain the answer.")
     parallel_tool_calls: Flag | None = Field(None, description="Whether one answer may hold several calls; default: true.")
     safety_identifier: Text | None = Field(None, description="Accepted for compatibility, as user is; without effect.")
+    prompt_cache_key: Text | None = Field(None, description="The same: common beginnings of prompts are always found.")
 
     @model_validator(mode="after")
     def check_template_kwargs(self) -> Self:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.body import read_body
-from pagestream.server.fields import Count, Flag, Text, WireModel
+from pagestream.server.fields import Count, Flag, Several, Text, WireModel
 from pagestream.server.generation import check_name
 from pagestream.server.protocol import Message
 from pagestream.server.settings import ServerSettings
@@ -38,7 +38,7 @@ class TokenizeRequest(WireModel):
 
 class DetokenizeRequest(WireModel):
     model: Text
-    tokens: list[Count]
+    tokens: Several[Count]
 
 
 async def tokenize(http: Request) -> dict[str, Any]:

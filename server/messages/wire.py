@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
-from pagestream.server.fields import Count, Flag, Real, Text, Whole, WireModel
+from pagestream.server.fields import Count, Flag, Real, Several, Text, Whole, WireModel
 from pagestream.server.protocol import ChatRequest
 from pagestream.server.tools.wire import MAX_TOOLS, NAME
 
@@ -42,7 +42,7 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | list[TextBlock] | None = None
+    content: Text | Several[TextBlock] | None = None
     is_error: Flag | None = None
 
 
@@ -51,7 +51,7 @@ ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBl
 
 class Turn(WireModel):
     role: Literal["user", "assistant"]
-    content: Text | list[ContentBlock]
+    content: Text | Several[ContentBlock]
 
     def as_chat(self) -> list[dict[str, Any]]:
         """One or more messages of a chat: results of tools are turns of their own there."""
@@ -113,18 +113,22 @@ class Metadata(WireModel):
     user_id: Text | None = Field(None, description="Accepted for compatibility; without effect.")
 
 
-class MessagesRequest(WireModel):
+class MessagesRequest(Block):
     """POST /v1/messages."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
         "context_management": (),
+        "diagnostics": (),
         "inference_geo": (),
         "mcp_servers": ([],),
         "output_config": ({},),
         "output_format": (),
         "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
         "thinking": ({"type": "disabled"},),
+        "user_profile_id": (),
+        "workspace_id": (),
     }
     model_config = ConfigDict(
         json_schema_extra={
@@ -135,7 +139,7 @@ class MessagesRequest(WireModel):
     model: Text = Field(description="A name that GET /v1/models lists.")
     messages: list[Turn] = Field(min_length=1, max_length=4096)
     max_tokens: Count = Field(ge=1, description="Tokens to generate at most.")
-    system: Text | list[TextBlock] | None = None
+    system: Text | Several[TextBlock] | None = None
     stop_sequences: list[Text] | None = Field(None, max_length=16)
     stream: Flag | None = False
     temperature: Real | None = Field(1.0, ge=0, le=1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from pagestream.server.body import check
-from pagestream.server.fields import Count, Flag, Real, Text, WireModel
+from pagestream.server.fields import Count, Flag, Real, Several, Text, WireModel, at_most
 from pagestream.server.protocol import ChatRequest
 from pagestream.server.tools.wire import MAX_TOOLS, NAME
 
@@ -22,7 +22,7 @@ class ContentPart(WireModel):
 class InputMessage(WireModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[ContentPart]
+    content: Text | Several[ContentPart]
     id: Text | None = None
     status: Text | None = None
 
@@ -92,13 +92,19 @@ class ResponsesRequest(WireModel):
     """POST /v1/responses."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "access_programs": (),
         "background": (False,),
+        "background_options": (),
+        "context_management": (),
         "conversation": (),
+        "image": (),
         "include": ([],),
         "max_tool_calls": (),
+        "moderation": (),
         "previous_response_id": (),  # nothing is stored: send the conversation itself
         "prompt": (),
-        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
         "reasoning": ({},),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -109,7 +115,7 @@ class ResponsesRequest(WireModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": "Name a fruit.", "max_output_tokens": 32}})
 
     model: Text = Field(description="A name that GET /v1/models lists.")
-    input: Text | list[InputMessage | FunctionCall | FunctionCallOutput] = Field(min_length=1)
+    input: Text | Several[InputMessage | FunctionCall | FunctionCallOutput] = Field(min_length=1)
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: Count | None = Field(None, ge=1, description="Without it, what the context has room for.")
     temperature: Real | None = Field(1.0, ge=0, le=2)
@@ -119,9 +125,10 @@ class ResponsesRequest(WireModel):
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: Flag | None = True
-    metadata: dict[str, Text] | None = Field(None, description="Comes back with the answer.")
+    metadata: Annotated[dict[str, Text] | None, at_most(16)] = Field(None, max_length=16, description="Comes back with the answer.")
     user: Text | None = Field(None, description="Accepted for compatibility; without effect.")
     safety_identifier: Text | None = Field(None, description="The same.")
+    prompt_cache_key: Text | None = Field(None, description="The same: common beginnings of prompts are always found.")
 
     def as_chat(self) -> ChatRequest:
         """Raises InvalidRequest."""

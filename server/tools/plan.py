@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pagestream.engine import Constraint, InvalidRequest
+from pagestream.server.body import check_structure
 from pagestream.server.tools.reasoning_count import ReasoningCounter
 from pagestream.server.tools.reply import THINK, CallReader, ReasoningReader, ReplyReader
 from pagestream.server.tools.syntax import CallSyntax, find_syntax, find_tool_constraint, instructions
@@ -72,7 +74,7 @@ def plan_reply(
     """`constraint` is what else the request asks of the answer; `token_id_of` knows texts that are one token.
 
     With tools that may be called, an answer is calls or else what a response_format asks for.  Raises InvalidRequest where a
-    constraint of another kind leaves no room for calls.
+    constraint of another kind leaves no room for calls, or holds no JSON Schema.
     """
     syntax = find_syntax(parsers.tool_calls, template)
     callable_tools = tuple(tools) if choice != "none" else ()
@@ -81,7 +83,7 @@ def plan_reply(
     if callable_tools:
         if syntax.shows_special_tokens:
             syntax = replace(syntax, opening_token_id=token_id_of(syntax.opening))
-        schema = None if constraint is None else constraint.text
+        schema = None if constraint is None else schema_of(constraint)
         constraint = find_tool_constraint(syntax, callable_tools, choice, is_parallel, schema)
     may_reason = parsers.reasoning == "think" or (parsers.reasoning == "auto" and THINK in (template or ""))
     return ReplyPlan(
@@ -92,3 +94,17 @@ def plan_reply(
         may_reason=may_reason and constraint is None,
         template_shows_tools="tools" in (template or ""),
     )
+
+
+def schema_of(constraint: Constraint) -> dict[str, Any]:
+    """Of a constraint of the kind json_schema, whose text may be a client's own.  Raises InvalidRequest."""
+    try:
+        check_structure(constraint.text.encode())
+        schema = json.loads(constraint.text)
+    except ValueError:
+        schema = None
+    if schema is True:  # which any JSON fits
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{constraint.param} holds no JSON Schema", param=constraint.param, code="invalid_constraint")
+    return schema

@@ -1,7 +1,8 @@
 """How model families write calls: the marks around them, and the language of an answer that must be, or may hold, calls.
 
 Hermes and Qwen:  <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>, anywhere in the answer, several one after the other
-Llama 3:          {"name": "f", "parameters": {…}} as the whole answer, several with ; between
+Llama 3:          {"name": "f", "parameters": {…}} as the whole answer, several with ; between; no mark says that it is a call, so an
+                  object whose name is a tool's is one, also where the model only meant to show it
 Mistral:          [TOOL_CALLS] [{"name": "f", "arguments": {…}}, …] at the end of the answer, where [TOOL_CALLS] is a special token;
                   newer ones write [TOOL_CALLS]f[ARGS]{…} for each call, some with [CALL_ID] and an id before [ARGS]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagestream.engine import Constraint
 from pagestream.server.tools.wire import NamedTool, Tool, ToolChoice
@@ -73,10 +75,10 @@ class CallSyntax:
             start, rules = "(before call)* TEXT" if is_parallel else "TEXT | before call", rules.replace(f': "{self.opening}', ': "')
         return Constraint("lark", f"start: {start}\n{before}\nTEXT: /(.|\\n)*/\n{rules}", "tools")
 
-    def or_reply(self, schema: str, tools: Sequence[Tool], is_parallel: bool) -> Constraint:
+    def or_reply(self, schema: dict[str, Any], tools: Sequence[Tool], is_parallel: bool) -> Constraint:
         """The language of answers that are calls of these tools or else JSON of this schema."""
         opening = f"{self.opening_rule} " if self.first else ""
-        reply = f"reply: %json {json.dumps({**json.loads(schema), 'x-guidance': AS_TEMPLATES_WRITE})}\n"
+        reply = f"reply: %json {json.dumps({**schema, 'x-guidance': AS_TEMPLATES_WRITE})}\n"
         rules = reply + self.calls_rule(is_parallel) + self.call_rules(tools)
         return Constraint("lark", f"start: reply | {opening}calls\n{rules}", "response_format")
 
@@ -117,7 +119,7 @@ def find_syntax(chosen: str, template: str | None) -> CallSyntax:
 
 
 def find_tool_constraint(
-    syntax: CallSyntax, tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, schema: str | None
+    syntax: CallSyntax, tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, schema: dict[str, Any] | None
 ) -> Constraint | None:
     """What the choice demands of the answer; None where the model is free.  `schema` is of an answer that calls nothing."""
     if isinstance(choice, NamedTool):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pagestream.engine import InvalidRequest
+from pagestream.server.body import check_structure
 from pagestream.server.fields import Flag, Text, WireModel
 
 NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
@@ -52,6 +53,7 @@ class CalledFunction(WireModel):
     def as_template_input(self) -> dict[str, Any]:
         """Templates write arguments as JSON by themselves; what is no JSON object stays the text it is."""
         try:
+            check_structure(self.arguments.encode())  # a text within a body, which may be as deep as it likes
             arguments = json.loads(self.arguments)
         except ValueError:
             arguments = None

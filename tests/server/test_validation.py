@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import ValidationError
 
+from pagestream.server.protocol import ChatRequest
 from tests.server.conftest import Live, refusal_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -14,6 +16,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["ok", ""], [[1, 2], []], None, 7, {"text": "a"}, True])
 def test_an_empty_or_shapeless_prompt_is_refused(live: Live, prompt):
     assert refusal_of(live.complete(prompt=prompt))["param"] == "prompt"
+
+
+@pytest.mark.parametrize(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_what_is_left_out_is_asked_for(live: Live, path, param):
+    error = refusal_of(live.post(path, max_tokens=1))
+    assert (error["param"], error["code"]) == (param, "missing_required_parameter")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -53,7 +61,63 @@ def test_a_deeply_nested_field_is_refused(live: Live, field):
     assert "nested" in refusal_of(live.raw(raw.encode(), CHAT))["message"]
 
 
-@pytest.mark.parametrize("text", ["[" * 100, "{" * 100, '"{[' * 40])
+@pytest.mark.parametrize(("num_levels", "is_refused"), [(31, False), (32, True)])
+@pytest.mark.parametrize("beside", [b"", b"[1, {}], " * 40, rb'"a\\", "\"[[[", ' + b'"}]", ' * 40], ids=["alone", "pairs", "texts"])
+def test_the_depth_has_an_exact_end(live: Live, num_levels, is_refused, beside):
+    """Of the body, which is a level itself: told before it is parsed."""
+    nested = b"[" * num_levels + beside.removesuffix(b", ") + b"]" * num_levels
+    error = refusal_of(live.raw(b'{"model":"m","prompt":"a","x":%s}' % nested))
+    pairs = num_levels == 31 and beside.startswith(b"[")  # which go two levels deeper
+    assert ("nested" in error["message"]) == (is_refused or pairs)
+
+
+def test_the_number_of_arrays_and_objects_is_bounded(live: Live):
+    raw = b'{"model":"m","messages":[{"role":"user","content":"a"}],"max_tokens":1,"chat_template_kwargs":{"a":[%s{}]}}'
+    assert live.raw(raw % (b"[]," * 65_000), CHAT).status_code == 200
+    assert "arrays and objects" in refusal_of(live.raw(raw % (b"[]," * 66_000), CHAT))["message"]
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"f{number}": 1 for number in range(MANY)},
+        {"stream": True, "stream_options": {f"f{number}": 1 for number in range(MANY)}},
+        {"allowed_token_ids": [-1] * MANY},
+        {"logit_bias": {f"{number}": "x" for number in range(5 * MANY)}},
+        {"messages": [{"role": "user", "content": [1] * MANY}]},
+        {"messages": ["a"] * MANY},
+        {"tools": ["a"] * MANY},
+    ],
+    ids=lambda fields: list(fields)[-1],
+)
+def test_a_body_of_faults_is_looked_through_no_further_than_one_tells(fields):
+    """Each would be described, which takes seconds where there are hundreds of thousands."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(body)
+    assert caught.value.error_count() < 5000
+
+
+def test_a_call_sent_back_may_hold_any_text(live: Live):
+    for arguments in ("[" * 100_000, "{", "[1]", '{"a": 1}'):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        turns = [{"role": "user", "content": "a"}, answer, {"role": "tool", "tool_call_id": "1", "content": "b"}]
+        assert live.chat(messages=turns, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("schema", ["{", "[1]", '"a"', "false", '{"a":' * 40_000, "[" * 40_000])
+def test_a_schema_that_is_none_is_refused_beside_tools_too(live: Live, schema):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = refusal_of(live.chat(tools=tools, structured_outputs={"json": schema}))
+    assert (error["param"], error["code"]) == ("structured_outputs.json", "invalid_constraint")
+    assert live.chat(tools=tools, structured_outputs={"json": "true"}, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["[" * 100, "{" * 100, '"{[' * 40, "\\[" * 40, '\\"[' * 40])
 def test_brackets_inside_a_text_are_no_nesting(live: Live, text):
     assert live.complete(prompt=text, max_tokens=1).status_code == 200
 
@@ -243,6 +307,7 @@ def test_what_asks_for_nothing_is_taken(live: Live):
         "store": False,
         "modalities": ["text"],
         "service_tier": "auto",
+        "prompt_cache_key": "a session",
     }
     assert (
         live.chat(
@@ -310,6 +375,9 @@ def test_the_context_has_an_exact_end(live: Live, stream):
         error = refusal_of(live.complete(prompt=[65] * length, max_tokens=1, stream=stream))
         assert error["code"] == "context_length_exceeded"
         assert all(str(number) in error["message"] for number in (length, 1, limit))
+    error = refusal_of(live.complete(prompt=[65] * (limit - 10), max_tokens=11, stream=stream))  # not silently fewer
+    assert error["code"] == "context_length_exceeded"
+    assert live.complete(prompt=[65] * (limit - 10), max_tokens=10, stream=stream).status_code == 200
 
 
 def test_a_prompt_can_be_cut_to_its_end(live: Live):
