@@ -205,7 +205,7 @@ def serve(
         opened = None if journal is None else Journal(journal, asdict(engine_args))
         scheme = "http" if tls is None else "https"
         where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
-        print_start(engine, settings, where, "" if uds is None else f" --unix-socket {uds}")
+        print_start(engine, settings, where, uds)
         engine.populate_cache()
         code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings.drain_timeout_s, tls)
     if uds is not None:
@@ -239,19 +239,19 @@ cli.command("env")(environment)
 cli.command("replay")(replay_command)
 
 
-
 def reachable_url(scheme: str, host: str, port: int) -> str:
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{reachable}:{port}"
 
 
-def print_start(engine: AsyncLLMEngine, settings: ServerSettings, where: str, options: str) -> None:
+def print_start(engine: AsyncLLMEngine, settings: ServerSettings, where: str, uds: str | None) -> None:
     """Address, model, capacity, and a request to try, with what else curl must be told."""
-    url = f"{where}/v1"
-    print(f"pagestream {version('pagestream')} serves {', '.join(settings.served_model_names)} at {url}{options}")
+    url, options = f"{where}/v1", "" if uds is None else f" --unix-socket {uds}"
+    place = url if uds is None else f"{url} on the Unix socket {uds}"
+    print(f"pagestream {version('pagestream')} serves {', '.join(settings.served_model_names)} at {place}")
     print(f"  {engine.kv_summary}")
-    if settings.ui:
-        print(f"  see it work: {url.removesuffix('/v1')}/")
+    if settings.ui and uds is None:  # browsers open no Unix sockets
+        print(f"  see it work: {where}/")
     key = f" -H 'Authorization: Bearer {'<key>'}'" if settings.api_keys else ""
     body = f'{{"model": "{settings.name}", "prompt": "The capital of France is", "max_tokens": 16}}'
     print(f"  try: curl{options} {url}/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

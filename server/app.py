@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
 
 TITLE = "pagestream"
+EXPOSED_HEADERS = ["X-Request-Id", "Retry-After", "X-Should-Retry", "OpenAI-Processing-Ms"]  # to other origins' pages
 DESCRIPTION = "An OpenAI-compatible API over an async, streaming LLM engine with a paged KV cache."
 
 
@@ -94,7 +95,7 @@ def create_app(
     if settings.allowed_origins:
         origins = list(settings.allowed_origins)
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
         )
     if settings.otlp_endpoint:
         metrics.tracing = Tracing(settings.otlp_endpoint, settings.name)
@@ -206,6 +207,8 @@ def add_routes(app: FastAPI) -> None:
         ("/readyz", health.get_readiness, "Whether to send requests here"),
     ):
         app.add_api_route(path, route, responses=verdicts, summary=summary, tags=["operations"])
+        # As some balancers ask; not described, since it is the same without a body.
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.add_api_route(
         "/version", health.get_version, response_model=responses.Version, summary="The server's version", tags=["operations"]
     )

@@ -17,7 +17,7 @@ from pagestream.server.fields import WireModel
 from pagestream.server.generation import (
     admit,
     admitted_and_whole,
-    check_model,
+    check_name,
     introduce,
     refuse_idempotency,
     respond,
@@ -28,7 +28,7 @@ from pagestream.server.protocol import ChatRequest
 from pagestream.server.settings import ServerSettings
 from pagestream.server.sse import AnswerStream
 from pagestream.server.tools.reasoning_count import ReasoningCounter
-from pagestream.server.tools.reply import ReplyReader, as_delta, as_message
+from pagestream.server.tools.reply import Part, ReplyReader, as_delta, as_message
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -123,7 +123,7 @@ async def create_chat_completion(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, ChatRequest, settings.max_body_bytes)
-    check_model(request, settings)
+    check_name(request.model, settings)
     answer, prompt = await prepare(request, engine, settings)
     return await respond(http, engine, settings, answer, [prompt], "messages")
 
@@ -160,6 +160,11 @@ class ShapedAnswer(ChatAnswer):
 
     asked: Any  # the request in that API's shape
 
+    def parts(self, piece: Piece, reader: ReplyReader | None) -> list[Part]:
+        if reader is None:
+            return [Part("content", piece.text)] if piece.text else []
+        return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
+
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
         """The whole stream; also its failure is an event."""
@@ -176,7 +181,7 @@ async def respond_as(http: Request, kind: type[S], asked: WireModel, request: Ch
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     refuse_idempotency(http)
-    check_model(request, settings)
+    check_name(request.model, settings)
     answer, prompt = await prepare_as(kind, request, engine, settings)
     answer.asked = asked
     introduce(http, settings, answer)

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from pagestream.engine import RequestOutput
 from pagestream.server.answer import Answer, Piece
 from pagestream.server.body import read_body
-from pagestream.server.generation import check_model, respond
+from pagestream.server.generation import check_name, respond
 from pagestream.server.logprobs import completion_logprobs
 from pagestream.server.protocol import CompletionRequest
 from pagestream.server.settings import ServerSettings
@@ -63,5 +63,5 @@ async def create_completion(http: Request) -> Response:
     engine: AsyncLLMEngine = http.app.state.engine
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, CompletionRequest, settings.max_body_bytes)
-    check_model(request, settings)
+    check_name(request.model, settings)
     return await respond(http, engine, settings, CompletionAnswer(request, engine, request.model), request.prompt, "prompt")

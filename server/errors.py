@@ -116,6 +116,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, EngineFault):
             log.error("%s %s failed: %s", request.method, request.url.path, error)
+        if isinstance(error, HTTPException):  # of the router, whose words do not say what was asked for
+            detail = f"{error.detail}: {request.method} {request.url.path}"
+            error = HTTPException(error.status_code, detail, dict(error.headers or {}))
         return error_response(error)
 
     for kind in (HttpError, HTTPException, EngineError):

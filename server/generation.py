@@ -17,7 +17,6 @@ from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import json_response
 from pagestream.server.journal import Journal
 from pagestream.server.key_limits import KeyLimits, owner_of
-from pagestream.server.protocol import GenerationRequest
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import MAX_CHOICES, SharedAnswers, SharedStream, claim_of
 from pagestream.server.sse import AnswerStream
@@ -30,11 +29,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TIMEOUT_S = 86400
-
-
-def check_model(request: GenerationRequest, settings: ServerSettings) -> None:
-    """Raises InvalidRequest (404) for a name that isn't served."""
-    check_name(request.model, settings)
 
 
 def check_name(name: str, settings: ServerSettings) -> None:

@@ -44,7 +44,9 @@ class RequestContext:
             nonlocal status, num_sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                headers["OpenAI-Processing-Ms"] = str(round((time.monotonic() - start_s) * 1000))
             else:
                 num_sent_bytes += len(message.get("body", b""))
             await send(message)
@@ -66,7 +68,7 @@ class RequestContext:
         method = scope["method"] if scope["method"] in METHODS else "other"
         self.metrics.http_request(handler, method, status, seconds, body_bytes(scope), num_sent_bytes)
         answer_id = scope.get("state", {}).get("answer_id", "-")
-        level = logging.DEBUG if method == "GET" and status < 400 else logging.INFO
+        level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
         edge = {
             "method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4),
             "request_id": request_id, "answer_id": answer_id,

@@ -27,6 +27,15 @@ ERRORS = {
     503: "The server is ending; see Retry-After",
 }
 
+MESSAGE_EVENTS = (
+    "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta", "message_stop", "error",
+)  # fmt: skip
+RESPONSE_EVENTS = (
+    "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    "response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta",
+    "response.output_text.done", "response.reasoning_text.done", "response.function_call_arguments.done",
+    "response.content_part.done", "response.output_item.done", "response.completed", "response.incomplete", "response.failed",
+)  # fmt: skip
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -39,25 +48,47 @@ def describe_body(schema: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": SCHEMAS + schema}}}}}
 
 
+def describe_events(words: str, data: dict[str, Any], names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A stream of events whose data is JSON of this schema.
+
+    `x-itemSchema` is what OpenAPI 3.2 calls itemSchema, written as there; 3.1, which generators of clients read, has no word for it.
+    """
+    fields: dict[str, Any] = {"data": {"type": "string", "contentMediaType": "application/json", "contentSchema": data}}
+    if names:
+        fields["event"] = {"type": "string", "enum": list(names)}
+    item = {"type": "object", "required": sorted(fields), "properties": fields}
+    return {"text/event-stream": {"schema": {"type": "string", "description": words}, "x-itemSchema": item}}
+
+
+def either(*schemas: str) -> dict[str, Any]:
+    return {"oneOf": [{"$ref": SCHEMAS + schema} for schema in schemas]}
+
+
+def describe_generation(whole: type[BaseModel], content: dict[str, Any], *statuses: int) -> Responses:
+    answer = {"model": whole, "content": content, "description": "The answer, whole or as a stream"}
+    return {200: answer} | describe_errors(*sorted((400, 401, 404, 413, 415, 429, 500, 503, *statuses)))
+
+
 def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
-    events = f"Events `data: <{chunk}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
-    stream = {"schema": {"type": "string", "description": events}}
-    answer = {"model": whole, "content": {"text/event-stream": stream}, "description": "The answer, whole or as a stream"}
-    return {200: answer} | describe_errors(400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
+    words = f"Events `data: <{chunk}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
+    return describe_generation(whole, describe_events(words, either(chunk, "ErrorEnvelope")), 408, 409)
 
 
 def describe_messages() -> Responses:
-    events = "Events of Anthropic's API, message_start to message_stop; a failure is an event `error`."
-    stream = {"schema": {"type": "string", "description": events}}
-    answer = {"model": AnthropicMessage, "content": {"text/event-stream": stream}, "description": "The message, whole or as a stream"}
-    return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
+    words = "Events of Anthropic's API, message_start to message_stop; a failure is an event `error`."
+    return describe_generation(AnthropicMessage, describe_events(words, named_data(MESSAGE_EVENTS), MESSAGE_EVENTS))
 
 
 def describe_response() -> Responses:
-    events = "Events `response.created` to `response.completed`, `response.incomplete` or `response.failed`."
-    stream = {"schema": {"type": "string", "description": events}}
-    answer = {"model": ResponseObject, "content": {"text/event-stream": stream}, "description": "The response, whole or as a stream"}
-    return {200: answer} | describe_errors(400, 401, 404, 413, 415, 429, 500, 503)
+    words = "Events `response.created` to `response.completed`, `response.incomplete` or `response.failed`."
+    return describe_generation(ResponseObject, describe_events(words, named_data(RESPONSE_EVENTS, "sequence_number"), RESPONSE_EVENTS))
+
+
+def named_data(names: tuple[str, ...], *counters: str) -> dict[str, Any]:
+    """An object that says which event it belongs to."""
+    fields: dict[str, Any] = {"type": {"type": "string", "enum": list(names)}}
+    fields |= {counter: {"type": "integer", "minimum": 0} for counter in counters}
+    return {"type": "object", "required": list(fields), "properties": fields}
 
 
 def describe_embeddings() -> Responses:
@@ -67,8 +98,9 @@ def describe_embeddings() -> Responses:
 
 def describe_stream() -> Responses:
     """Of a stream that goes on."""
-    events = {"schema": {"type": "string", "description": "The events after the one that Last-Event-ID names, as they were or come"}}
-    told = {200: {"content": {"text/event-stream": events}, "description": "The rest of the stream"}}
+    words = "The events after the one that Last-Event-ID names, as they were or come; each has an id."
+    events = describe_events(words, either("Completion", "ChatCompletionChunk", "ErrorEnvelope"))
+    told: Responses = {200: {"content": events, "description": "The rest of the stream"}}
     return told | {204: {"description": "The reader has had all of it"}} | describe_errors(400, 401, 404)
 
 

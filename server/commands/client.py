@@ -33,7 +33,8 @@ def connected(url: str, key: str | None) -> Iterator[httpx.Client]:
         except httpx.HTTPStatusError as error:
             raise StartError(refusal(error.response)) from None
         except httpx.HTTPError as error:
-            raise StartError(f"{url} can't be reached or has hung up: {error}") from None
+            hint = "; `pagestream serve` starts a server, --url names another" if isinstance(error, httpx.ConnectError) else ""
+            raise StartError(f"{url} can't be reached or has hung up: {error}{hint}") from None
 
 
 def refusal(response: httpx.Response) -> str:

@@ -64,11 +64,6 @@ class MessagesAnswer(ShapedAnswer):
         reason = "stop_sequence" if is_stop_string else reasons[finish_reason(piece, reader) or "stop"]
         return {"stop_reason": reason, "stop_sequence": piece.stop_reason if is_stop_string else None}
 
-    def parts(self, piece: Piece, reader: ReplyReader | None) -> list[Part]:
-        if reader is None:
-            return [Part("content", piece.text)] if piece.text else []
-        return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
-
     async def whole(self) -> dict[str, Any]:
         found: list[Piece] = []
         try:

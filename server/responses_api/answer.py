@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from pagestream.engine import EngineError
-from pagestream.server.answer import Piece, encode
+from pagestream.server.answer import encode
 from pagestream.server.chat import ShapedAnswer
 from pagestream.server.errors import as_api_error
 from pagestream.server.responses_api.wire import ResponsesRequest
-from pagestream.server.tools.reply import Part, ReplyReader
+from pagestream.server.tools.reply import Part
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,6 @@ class ResponseAnswer(ShapedAnswer):
             "metadata": asked.metadata or {},
             "user": asked.user,
         }
-
-    def parts(self, piece: Piece, reader: ReplyReader | None) -> list[Part]:
-        if reader is None:
-            return [Part("content", piece.text)] if piece.text else []
-        return reader.push(piece.text) + (reader.finish() if piece.finish_reason is not None else [])
 
     async def events(self) -> AsyncIterator[bytes]:
         """The whole stream; a failure ends it with response.failed."""

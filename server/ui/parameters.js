@@ -9,7 +9,8 @@ const GROUPS = [
   ["Where it may end", ["min_tokens", "ignore_eos", "include_stop_str_in_output"]],
   ["Best of, and beams", ["best_of", "use_beam_search", "length_penalty", "early_stopping"]],
 ];
-const STARTS = { max_tokens: 256 }; // so that an answer ends, even where the model finds no end
+// So that an answer ends, even where the model finds no end, and makes sense, even where the model is small.
+const STARTS = { max_tokens: 256, temperature: 0.7 };
 const ENDPOINTS = { chat: "/v1/chat/completions", completion: "/v1/completions" };
 const BEAM_WIDTH = 4; // where neither n nor best_of says one
 
@@ -117,7 +118,7 @@ function choice(id, box, label, values) {
 }
 
 function text(id, box, label) {
-  const input = make("input", { type: "text", id, placeholder: "several: one after the other, with | between" });
+  const input = make("input", { type: "text", id, placeholder: "several: with | between" });
   box.append(label, input);
   return { get: () => (input.value ? input.value.split("|") : null), set: () => (input.value = "") };
 }

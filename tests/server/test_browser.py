@@ -169,7 +169,7 @@ def test_beams_stand_as_a_tree_whose_ways_are_the_answers_best_first(visit: Visi
     page.hover(".run >> nth=-1 >> .token >> nth=0")
     assert page.locator("#hint .hint-row").count() >= 5
     page.uncheck("#parameter-use_beam_search")
-    assert page.input_value("#parameter-temperature") == "1"
+    assert page.input_value("#parameter-temperature") == "0.7"
 
 
 def test_a_request_can_be_copied_as_python_that_gives_the_same_answer(browser: Any, visit: Visit, live: Live):

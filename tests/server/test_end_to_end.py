@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ def test_echo_and_logprobs_agree_about_every_token(live: Live, prompt):
         token in top and 3 <= len(top) <= 4
         for token, top in list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]
     )
+    places = list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))[1:]
+    assert all(top != after_top for (token, top), (after, after_top) in itertools.pairwise(places) if token != after)
 
 
 def test_the_prompt_can_be_scored_alone(live: Live):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from pagestream.server.app import bare_app
 from pagestream.server.openapi import as_yaml
+from tests.server.conftest import Live
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +64,37 @@ def test_every_enum_is_of_one_type():
     found = list(enums(bare_app().openapi()))
     assert len(found) > 10
     assert all(len({type(value) for value in values}) == 1 for values in found)
+
+
+TURNS = [{"role": "user", "content": "Hello"}]
+
+
+FAULT = {"x_fault": {"kind": "raise", "at_token": 3}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "logprobs": 2, "echo": True, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"prompt": "Hello", **FAULT}),
+        ("/v1/chat/completions", {"messages": TURNS, "logprobs": True, "top_logprobs": 1, "n": 2}),
+        ("/v1/chat/completions", {"messages": TURNS, **FAULT}),
+        ("/v1/messages", {"messages": TURNS}),
+        ("/v1/responses", {"input": "Hello"}),
+    ],
+)
+def test_every_event_of_a_stream_is_as_described(live: Live, path, fields):
+    document = bare_app().openapi()
+    item = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["x-itemSchema"]
+    validator = Draft202012Validator({**item["properties"]["data"]["contentSchema"], "components": document["components"]})
+    limit = {"max_output_tokens": 8} if path == "/v1/responses" else {"max_tokens": 8}
+    blocks = live.post(path, **fields, **limit, stream=True).text.split("\n\n")
+    assert blocks.pop() == ""
+    if "event" not in item["required"]:
+        assert blocks.pop() == "data: [DONE]"
+    assert len(blocks) > 1
+    for block in blocks:
+        told = dict(line.split(": ", 1) for line in block.split("\n"))
+        assert set(told) == set(item["required"])
+        assert told.get("event") in (None, *item["properties"].get("event", {}).get("enum", ()))
+        validator.validate(json.loads(told["data"]))

