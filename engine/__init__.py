@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pagestream.engine.core.config import EngineConfig, PreemptionMode
+from pagestream.engine.core.config import EngineConfig, PreemptionMode, SchedulerLimits
 from pagestream.engine.core.errors import (
     ClientError,
     ContextLengthExceeded,
@@ -19,7 +19,6 @@ from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import CompletionOutput, FinishReason, RequestOutput, Usage, fold
 from pagestream.engine.core.request import Begun, Fault, Pooling
 from pagestream.engine.core.sampling_params import Constraint, SamplingParams
-from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.core.step_plan import TokenLogprobs
 from pagestream.engine.core.timeline import RequestTimeline
 from pagestream.engine.engine_args import EngineArgs

@@ -16,11 +16,11 @@ from pagestream.engine.attention.base import AttentionBackend
 from pagestream.engine.attention.cpu_backend import CpuAttentionBackend
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.block_manager import BlockManager
-from pagestream.engine.core.config import EngineConfig
+from pagestream.engine.core.config import EngineConfig, SchedulerLimits
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.sampling_params import MAX_NUM_SEQUENCES
-from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
+from pagestream.engine.core.scheduler import Scheduler
 from pagestream.engine.features.structured.compiler import ConstraintCompiler
 from pagestream.engine.features.structured.mask import ConstraintMask
 from pagestream.engine.intake import Intake, Limits

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 
 from pagestream.engine.core.block_manager import BlockManager
+from pagestream.engine.core.config import SchedulerLimits
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.preemption import PreemptionCosts
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.sampling_params import SamplingParams
-from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
+from pagestream.engine.core.scheduler import Scheduler
 from pagestream.engine.core.step_plan import StepPlan
 from pagestream.engine.core.stopping import Verdict, most_blocks
 from pagestream.engine.trace import TraceRequest

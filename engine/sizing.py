@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from pagestream.engine.core.config import CacheConfig, EngineConfig, PreemptionMode
+from pagestream.engine.core.config import CacheConfig, EngineConfig, PreemptionMode, SchedulerLimits
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.core.scheduler import SchedulerLimits
 from pagestream.engine.runner.kv_cache import bytes_per_block
 
 logger = logging.getLogger(__name__)

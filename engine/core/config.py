@@ -94,6 +94,18 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The same, resolved for the device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    max_num_prefill_tokens: int | None = None  # of a step in which somebody decodes; None: whatever the budget leaves
+    num_prefill_tokens_per_decode: int = 0  # where this many for each who decodes are more, so many
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelConfig:
     tensor_parallel_size: int = 1
     disable_custom_all_reduce: bool = False

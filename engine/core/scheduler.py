@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from pagestream.engine.core.block_manager import BlockManager
-from pagestream.engine.core.config import PreemptionMode, SchedulingPolicy
+from pagestream.engine.core.config import SchedulerLimits, SchedulingPolicy
 from pagestream.engine.core.errors import InvariantBroken, OutOfBlocks
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.plan_writer import PlanWriter
@@ -21,21 +21,12 @@ from pagestream.engine.core.request import Request
 from pagestream.engine.core.seeds import seed_of_answer
 from pagestream.engine.core.sequence import GroupStatus, Sequence, SequenceGroup, num_common_tokens
 from pagestream.engine.core.step_plan import Sample, ScheduledSequence, StepPlan
+from pagestream.engine.core.step_shares import StepShares
 from pagestream.engine.core.stopping import Verdict
 
 MAX_IDLE_PLANS = 3  # in a row: a step may end with a preemption and nothing else
 
 in_order = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    max_num_prefill_tokens: int | None = None  # of a step in which somebody decodes; None: whatever the budget leaves
-    num_prefill_tokens_per_decode: int = 0  # where this many for each who decodes are more, so many
 
 
 @dataclass(slots=True)
@@ -68,6 +59,7 @@ class Scheduler:
         self.swapped: list[SequenceGroup] = []
         self._policy = PreemptionPolicy(limits.preemption_mode, self.costs, blocks)
         self._plan = PlanWriter(blocks)
+        self._shares = StepShares(limits, self._plan)
         self._groups: dict[str, SequenceGroup] = {}
         self._sequences: dict[int, tuple[Sequence, SequenceGroup]] = {}
         self._num_arrived = 0
@@ -116,16 +108,16 @@ class Scheduler:
         plan = self._plan
         plan.begin(self.limits.max_num_batched_tokens)
         self._make_room()
-        lacking = self._place_decodes()
-        self._spare_decodes(num_waiting=len(lacking) + min(len(self.waiting), self.limits.max_num_seqs - len(self.running)))
-        oldest = self._place_prefills(lacking)
+        lacking = self._shares.place_decodes(self.running)
+        self._shares.spare_decodes(num_waiting=len(lacking) + min(len(self.waiting), self.limits.max_num_seqs - len(self.running)))
+        oldest = self._shares.place_prefills(lacking)
         reserve = 0 if oldest is None else -(-plan.num_tokens_left // 2)
         if not plan.num_preempted:
             self._swap_in(reserve)
         if not plan.num_preempted and not self.swapped:
             self._admit(reserve)
         if oldest is not None:
-            self._place(*oldest, plan.num_tokens_left)
+            self._shares.place(*oldest, plan.num_tokens_left)
         self._num_idle_plans = 0 if plan.rows else self._num_idle_plans + 1
         if self._groups and self._num_idle_plans > MAX_IDLE_PLANS:
             raise InvariantBroken(f"{len(self._groups)} requests are unfinished and none could be scheduled")
@@ -188,59 +180,6 @@ class Scheduler:
                 self.counters.num_copied_blocks += len(copies)
         return True
 
-    def _num_computable(self, group: SequenceGroup, sequence: Sequence) -> int:
-        if group.fork_at:
-            # Others wait for the first one's blocks: stop there, so that it can't end before they have taken them over.
-            return group.fork_at - sequence.num_computed_tokens if sequence is group.unfinished[0] else 0
-        if group.has_beams and len(group.unfinished) > 1 and any(other.num_uncomputed_tokens > 1 for other in group.unfinished):
-            # The choice among beams needs the logits of all: whoever is ahead waits before his last token.
-            return sequence.num_uncomputed_tokens - 1
-        return sequence.num_uncomputed_tokens
-
-    def _place(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
-        """Schedule up to so many of the sequence's uncomputed tokens, as far as the budget goes."""
-        self._plan.place(group, sequence, min(num_tokens, self._num_computable(group, sequence)))
-
-    def _place_decodes(self) -> list[tuple[SequenceGroup, Sequence]]:
-        """Place every sequence that lacks one token; returns those that lack more."""
-        place = self._plan.place
-        lacking = []
-        for group in self.running:
-            for sequence in group.unfinished:
-                num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
-                if group.fork_at or group.has_beams:
-                    num_tokens = self._num_computable(group, sequence)
-                if num_tokens == 1:
-                    place(group, sequence, 1)
-                elif num_tokens:
-                    lacking.append((group, sequence))
-        return lacking
-
-    def _spare_decodes(self, num_waiting: int) -> None:
-        """Who decodes waits for the whole step: prompts beside him must not make it long, unless more wait than decode.
-
-        Many who decode make a step long themselves, and their prompts may be longer in proportion.
-        """
-        limits, num_decodes = self.limits, len(self._plan.rows)
-        if limits.max_num_prefill_tokens is None or not 0 < num_waiting <= num_decodes:
-            return
-        most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * num_decodes)
-        self._plan.num_tokens_left = min(self._plan.num_tokens_left, most)
-
-    def _place_prefills(self, lacking: list[tuple[SequenceGroup, Sequence]]) -> tuple[SequenceGroup, Sequence] | None:
-        """Share half of what the decodes left among those who lack more than one token, shortest first.
-
-        The first in line is returned instead: it gets the other half at least, and whatever nobody else takes.  So a
-        short prompt passes a long one, and the long one still moves in every step.
-        """
-        if not lacking:
-            return None
-        oldest, *others = lacking
-        most_left = -(-self._plan.num_tokens_left // 2)
-        for group, sequence in sorted(others, key=lambda pair: pair[1].num_uncomputed_tokens):
-            self._place(group, sequence, self._plan.num_tokens_left - most_left)
-        return oldest
-
     def _preempt(self, group: SequenceGroup) -> None:
         plan = self._plan
         plan.num_preempted += 1
@@ -284,7 +223,7 @@ class Scheduler:
             if group.has_beams and plan.num_tokens_left - reserve < len(group.unfinished):
                 return  # all beams take their step together: the next one
             for sequence in group.unfinished:
-                self._place(group, sequence, plan.num_tokens_left - reserve)
+                self._shares.place(group, sequence, plan.num_tokens_left - reserve)
 
     def _admit(self, reserve: int) -> None:
         plan, blocks = self._plan, self.blocks
@@ -309,7 +248,7 @@ class Scheduler:
             self._count_admission(group, num_common, len(prefix) * blocks.block_size, reads_all)
             group.fork_at = num_common
             self._run(group)
-            self._place(group, first, plan.num_tokens_left - reserve)
+            self._shares.place(group, first, plan.num_tokens_left - reserve)
 
     def _has_place(self, group: SequenceGroup) -> bool:
         """Whether its sequences fit among those that may run at once."""

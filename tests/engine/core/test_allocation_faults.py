@@ -2,8 +2,8 @@
 
 import pytest
 
-from pagestream.engine.core.config import PreemptionMode
-from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
+from pagestream.engine.core.config import PreemptionMode, SchedulerLimits
+from pagestream.engine.core.scheduler import Scheduler
 from tests.engine.core.fake_run import BLOCK_SIZE, FailingManager, FakeRun, make_request, solo_answers
 
 NUM_BLOCKS = 16

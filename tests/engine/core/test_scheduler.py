@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagestream.engine.core.block_manager import BlockManager
-from pagestream.engine.core.config import PreemptionMode, SchedulingPolicy
+from pagestream.engine.core.config import PreemptionMode, SchedulerLimits, SchedulingPolicy
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.preemption import MAX_PREEMPTIONS_BEFORE_SPARED
-from pagestream.engine.core.scheduler import Scheduler, SchedulerLimits
+from pagestream.engine.core.scheduler import Scheduler
 from pagestream.engine.core.stopping import most_blocks, most_tokens
 from tests.engine.core.fake_run import BLOCK_SIZE, FakeRun, make_request, solo_answers
 

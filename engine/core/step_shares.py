@@ -1,0 +1,74 @@
+"""Who gets a step's tokens: those who lack one first, then pieces of prompts, shared between the first in line and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from pagestream.engine.core.config import SchedulerLimits
+from pagestream.engine.core.plan_writer import PlanWriter
+from pagestream.engine.core.sequence import Sequence, SequenceGroup
+
+Lacking = tuple[SequenceGroup, Sequence]
+
+
+class StepShares:
+    """Places rows in the plan that is being written; moves no group and no block."""
+
+    def __init__(self, limits: SchedulerLimits, plan: PlanWriter):
+        self._limits = limits
+        self._plan = plan
+
+    def place(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
+        """Schedule up to so many of the sequence's uncomputed tokens, as far as the budget goes."""
+        self._plan.place(group, sequence, min(num_tokens, num_computable(group, sequence)))
+
+    def place_decodes(self, running: SequenceOf[SequenceGroup]) -> list[Lacking]:
+        """Place every sequence that lacks one token; returns those that lack more."""
+        place = self._plan.place
+        lacking = []
+        for group in running:
+            for sequence in group.unfinished:
+                num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+                if group.fork_at or group.has_beams:
+                    num_tokens = num_computable(group, sequence)
+                if num_tokens == 1:
+                    place(group, sequence, 1)
+                elif num_tokens:
+                    lacking.append((group, sequence))
+        return lacking
+
+    def spare_decodes(self, num_waiting: int) -> None:
+        """Who decodes waits for the whole step: prompts beside him must not make it long, unless more wait than decode.
+
+        Many who decode make a step long themselves, and their prompts may be longer in proportion.
+        """
+        limits, num_decodes = self._limits, len(self._plan.rows)
+        if limits.max_num_prefill_tokens is None or not 0 < num_waiting <= num_decodes:
+            return
+        most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * num_decodes)
+        self._plan.num_tokens_left = min(self._plan.num_tokens_left, most)
+
+    def place_prefills(self, lacking: list[Lacking]) -> Lacking | None:
+        """Share half of what the decodes left among those who lack more than one token, shortest first.
+
+        The first in line is returned instead: it gets the other half at least, and whatever nobody else takes.  So a
+        short prompt passes a long one, and the long one still moves in every step.
+        """
+        if not lacking:
+            return None
+        oldest, *others = lacking
+        most_left = -(-self._plan.num_tokens_left // 2)
+        for group, sequence in sorted(others, key=lambda pair: pair[1].num_uncomputed_tokens):
+            self.place(group, sequence, self._plan.num_tokens_left - most_left)
+        return oldest
+
+
+def num_computable(group: SequenceGroup, sequence: Sequence) -> int:
+    """How many of its uncomputed tokens may be computed now."""
+    if group.fork_at:
+        # Others wait for the first one's blocks: stop there, so that it can't end before they have taken them over.
+        return group.fork_at - sequence.num_computed_tokens if sequence is group.unfinished[0] else 0
+    if group.has_beams and len(group.unfinished) > 1 and any(other.num_uncomputed_tokens > 1 for other in group.unfinished):
+        # The choice among beams needs the logits of all: whoever is ahead waits before his last token.
+        return sequence.num_uncomputed_tokens - 1
+    return sequence.num_uncomputed_tokens
