@@ -109,15 +109,16 @@ class Scheduler:
         plan.begin(self.limits.max_num_batched_tokens)
         self._make_room()
         lacking = self._shares.place_decodes(self.running)
-        self._shares.spare_decodes(num_waiting=len(lacking) + min(len(self.waiting), self.limits.max_num_seqs - len(self.running)))
-        oldest = self._shares.place_prefills(lacking)
-        reserve = 0 if oldest is None else -(-plan.num_tokens_left // 2)
+        num_coming = min(len(self.waiting), self.limits.max_num_seqs - len(self.running))
+        self._shares.spare_decodes(num_waiting=len(lacking) + num_coming)
+        first = self._shares.place_prefills(lacking, 0 if plan.num_preempted else num_coming + len(self.swapped))
+        num_reserved = first.num_reserved_tokens if first else 0
         if not plan.num_preempted:
-            self._swap_in(reserve)
+            self._swap_in(num_reserved)
         if not plan.num_preempted and not self.swapped:
-            self._admit(reserve)
-        if oldest is not None:
-            self._shares.place(*oldest, plan.num_tokens_left)
+            self._admit(num_reserved)
+        if first is not None:
+            self._shares.place(first.group, first.sequence, plan.num_tokens_left)
         self._num_idle_plans = 0 if plan.rows else self._num_idle_plans + 1
         if self._groups and self._num_idle_plans > MAX_IDLE_PLANS:
             raise InvariantBroken(f"{len(self._groups)} requests are unfinished and none could be scheduled")
@@ -203,9 +204,9 @@ class Scheduler:
         group.move_to(GroupStatus.WAITING)
         insort(self.waiting, group, key=in_order)
 
-    def _swap_in(self, reserve: int) -> None:
+    def _swap_in(self, num_reserved: int) -> None:
         plan = self._plan
-        while self.swapped and plan.num_tokens_left > reserve:
+        while self.swapped and plan.num_tokens_left > num_reserved:
             group = self.swapped[0]
             if not self._has_place(group) or not self._has_room(self.blocks.num_blocks_to_return(group.unfinished)):
                 return
@@ -220,14 +221,14 @@ class Scheduler:
             self._run(group)
             if not self._cover([(sequence, sequence.num_tokens) for sequence in group.unfinished]):
                 return  # the next step makes room for it
-            if group.has_beams and plan.num_tokens_left - reserve < len(group.unfinished):
+            if group.has_beams and plan.num_tokens_left - num_reserved < len(group.unfinished):
                 return  # all beams take their step together: the next one
             for sequence in group.unfinished:
-                self._shares.place(group, sequence, plan.num_tokens_left - reserve)
+                self._shares.place(group, sequence, plan.num_tokens_left - num_reserved)
 
-    def _admit(self, reserve: int) -> None:
+    def _admit(self, num_reserved: int) -> None:
         plan, blocks = self._plan, self.blocks
-        while self.waiting and plan.num_tokens_left > reserve:
+        while self.waiting and plan.num_tokens_left > num_reserved:
             group = self.waiting[0]
             if not self._has_place(group):
                 return
@@ -248,7 +249,7 @@ class Scheduler:
             self._count_admission(group, num_common, len(prefix) * blocks.block_size, reads_all)
             group.fork_at = num_common
             self._run(group)
-            self._shares.place(group, first, plan.num_tokens_left - reserve)
+            self._shares.place(group, first, plan.num_tokens_left - num_reserved)
 
     def _has_place(self, group: SequenceGroup) -> bool:
         """Whether its sequences fit among those that may run at once."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from pagestream.engine.core.config import SchedulerLimits
 from pagestream.engine.core.plan_writer import PlanWriter
 from pagestream.engine.core.sequence import Sequence, SequenceGroup
 
 Lacking = tuple[SequenceGroup, Sequence]
+
+
+class FirstInLine(NamedTuple):
+    """Of those who lack more than one token."""
+
+    group: SequenceGroup
+    sequence: Sequence
+    num_reserved_tokens: int  # of the step, that nobody else may take
 
 
 class StepShares:
@@ -48,19 +57,21 @@ class StepShares:
         most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * num_decodes)
         self._plan.num_tokens_left = min(self._plan.num_tokens_left, most)
 
-    def place_prefills(self, lacking: list[Lacking]) -> Lacking | None:
+    def place_prefills(self, lacking: list[Lacking], num_coming: int) -> FirstInLine | None:
         """Share half of what the decodes left among those who lack more than one token, shortest first.
 
-        The first in line is returned instead: it gets the other half at least, and whatever nobody else takes.  So a
-        short prompt passes a long one, and the long one still moves in every step.
+        The first in line is returned instead: the other half is its own, and whatever nobody else takes.  So a short prompt
+        passes a long one, and the long one still moves in every step.  Where others wait to be taken in (`num_coming`), half of
+        the others' half is left to them: once inside, they too are served shortest first.
         """
         if not lacking:
             return None
         oldest, *others = lacking
-        most_left = -(-self._plan.num_tokens_left // 2)
+        num_reserved = -(-self._plan.num_tokens_left // 2)
+        num_left = num_reserved + ((self._plan.num_tokens_left - num_reserved) // 2 if num_coming else 0)
         for group, sequence in sorted(others, key=lambda pair: pair[1].num_uncomputed_tokens):
-            self.place(group, sequence, self._plan.num_tokens_left - most_left)
-        return oldest
+            self.place(group, sequence, self._plan.num_tokens_left - num_left)
+        return FirstInLine(*oldest, num_reserved)
 
 
 def num_computable(group: SequenceGroup, sequence: Sequence) -> int:

@@ -163,6 +163,23 @@ def test_a_short_prompt_passes_a_long_one_and_the_long_one_still_moves():
     assert all(later - earlier >= 8 for earlier, later in zip(done, done[1:], strict=False))
 
 
+def test_the_first_in_line_gets_half_of_the_step_however_many_others_are_computed_and_come_in():
+    scheduler = make_scheduler(400, budget=16)
+    run = FakeRun(scheduler)
+    run.add(make_request("first", list(range(200)), 2))
+    run.step()
+    first = scheduler.group("first").sequences[0]
+    for number in range(6):
+        run.add(make_request(f"other{number}", [number] * 60, 2))
+        others_before = sum(group.sequences[0].num_computed_tokens for group in scheduler.running[1:])
+        before = first.num_computed_tokens
+        run.step()
+        assert first.num_computed_tokens - before >= 8
+        assert scheduler.group(f"other{number}") in scheduler.running, "who comes is taken in beside those who are computed"
+        assert sum(group.sequences[0].num_computed_tokens for group in scheduler.running[1:]) - others_before == 8
+    run.run()
+
+
 def test_prompts_beside_decodes_keep_the_step_short():
     blocks = BlockManager(200, BLOCK_SIZE)
     run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), blocks))
