@@ -29,8 +29,24 @@ class AdmissionControl:
     def __init__(self, engine: LLMEngine, limits: QueueLimits):
         self._engine = engine
         self._limits = limits
-        self._finished_s: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._finished_s: deque[float] = deque(maxlen=RATE_WINDOW)  # on a clock that stands while there is no work
+        self._idle_since_s: float | None = time.monotonic()  # None: there is work
+        self._idle_s = 0.0  # in all, before that
         self.is_draining = False
+
+    def work_came(self) -> None:
+        if self._idle_since_s is not None:
+            self._idle_s += time.monotonic() - self._idle_since_s
+            self._idle_since_s = None
+
+    def work_is_done(self) -> None:
+        if self._idle_since_s is None:
+            self._idle_since_s = time.monotonic()
+
+    @property
+    def _busy_s(self) -> float:
+        now_s = time.monotonic() if self._idle_since_s is None else self._idle_since_s
+        return now_s - self._idle_s
 
     def check(
         self, num_requests: int, num_sequences: int, inbox: Sequence[Request], time_left_s: float | None = None
@@ -72,11 +88,11 @@ class AdmissionControl:
 
     @property
     def pace_s(self) -> float:
-        """Seconds between two requests that finish, of late."""
-        return (time.monotonic() - self._finished_s[0]) / len(self._finished_s) if self._finished_s else 0.0
+        """Seconds of work between two requests that finish, of late."""
+        return (self._busy_s - self._finished_s[0]) / len(self._finished_s) if self._finished_s else 0.0
 
     def finished(self) -> None:
-        self._finished_s.append(time.monotonic())
+        self._finished_s.append(self._busy_s)
 
     def _refuse(self, reason: str, message: str, retry_after_s: float) -> None:
         self._engine.watch.rejected(reason)

@@ -58,6 +58,7 @@ class AsyncLLMEngine:
         self.on_outputs: Callable[[Sequence[RequestOutput]], None] | None = None  # hears of all, before any stream does
         self._progress_s: float | None = None  # when work came to an idle engine, or its last step ended; None: no work
         self._live = LiveView(built.engine)
+        self._is_stopped = threading.Event()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, listener: EngineListener | None = None) -> AsyncLLMEngine:
@@ -136,14 +137,15 @@ class AsyncLLMEngine:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def populate_cache(self) -> None:
-        """Take the cache's memory from the system now, in a quiet thread: no step waits for it later."""
+        """Take the cache's memory from the system now, in a quiet thread that ends with the engine: no step waits for it later."""
 
         def work() -> None:
             with suppress(OSError, AttributeError):  # not every system knows a thread's own priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            self._built.populate_cache()
+            self._built.populate_cache(self._is_stopped.is_set)
 
-        threading.Thread(target=work, name="pagestream-populate", daemon=True).start()
+        # No daemon: the interpreter's end would tear it out of torch's code, which aborts the process.
+        threading.Thread(target=work, name="pagestream-populate").start()
 
     async def start(self) -> None:
         if self._loop_task is None:
@@ -151,6 +153,7 @@ class AsyncLLMEngine:
 
     async def stop(self) -> None:
         """End the loop after the step in progress; streams still open end with EngineDead."""
+        self._is_stopped.set()
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
@@ -200,8 +203,7 @@ class AsyncLLMEngine:
             priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline, timeout_s, pooling=pooling
         )
         self._check_open(len(prompts), params, timeout_s)
-        if f"{request_id}-0" in self._streams:
-            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
+        self._check_unused(request_id)
 
         def make() -> list[Request]:
             return [
@@ -225,6 +227,7 @@ class AsyncLLMEngine:
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded(timeout_s or 0.0)
         self._check_open(len(prompts), params, left_s)  # again: others may have come meanwhile
+        self._check_unused(request_id)
         return [self._admit(request) for request in requests]
 
     async def generate(
@@ -265,6 +268,10 @@ class AsyncLLMEngine:
             raise self._death
         self._admission.check(num_requests, params.num_sequences, self._added, time_left_s)
 
+    def _check_unused(self, request_id: str) -> None:
+        if any(known.rpartition("-")[0] == request_id for known in self._streams):
+            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
+
     def _admit(self, request: Request) -> OutputStream:
         stream = OutputStream(request, self._abort_one)
         self._streams[request.request_id] = stream
@@ -296,11 +303,13 @@ class AsyncLLMEngine:
                 self._take_inbox()
                 if not self._engine.has_unfinished_requests():
                     self._progress_s = None
+                    self._admission.work_is_done()
                     self._idle.set()
                     self._wake.clear()
                     await self._wake.wait()
                     continue
                 self._progress_s = self._progress_s or time.monotonic()
+                self._admission.work_came()
                 outputs = await loop.run_in_executor(self._step_thread, self._engine.step)
                 self._progress_s = time.monotonic()
                 self._distribute(outputs)

@@ -72,7 +72,7 @@ class BuiltEngine:
     kv_summary: str
     dtype: torch.dtype  # of the weights, a quantised file's once unpacked
     kv_bytes_per_token: int
-    populate_cache: Callable[[], None]  # backs the cache with memory; may be called from any thread, or never
+    populate_cache: Callable[[Callable[[], bool]], None]  # KVCache.populate; may be called from any thread, or never
     cache_facts: dict[str, str] = field(default_factory=dict)  # how the cache was set up, for those who watch
 
 

@@ -78,10 +78,11 @@ class OutputStream:
             self._news.set()
 
     def abort(self) -> None:
-        """The reader has left: end the request.  Synchronous, and nothing if it is finished."""
+        """The reader has left: end the request.  Synchronous, and nothing if it is finished.  Who reads on finds the end."""
         if not self._is_last:
             self._is_last = True
             self._abort(self.request_id)
+            self._news.set()
 
     @property
     def is_finished(self) -> bool:

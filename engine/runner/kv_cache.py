@@ -6,7 +6,7 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -60,8 +60,11 @@ class KVCache:
             self._swapped = lazy_zeros(sizes(num_swap_blocks), dtype)
         self.layers = [LayerCache(k=layer[0], v=layer[1]) for layer in self._pages]
 
-    def populate(self) -> None:
-        """Have the system back the pages with memory, the lowest blocks of all layers first; on a GPU they are."""
+    def populate(self, is_unwanted: Callable[[], bool] = lambda: False) -> None:
+        """Have the system back the pages with memory, the lowest blocks of all layers first; on a GPU they are.
+
+        May run beside steps.  Ends early, within milliseconds, once `is_unwanted` says so.
+        """
         if self._pages.device.type != "cpu":
             return
         num_blocks = self._pages.shape[2]
@@ -69,7 +72,7 @@ class KVCache:
         for first in range(0, num_blocks, at_once):
             for layer in self.layers:
                 for pages in (layer.k, layer.v):
-                    if not populate(pages[first : first + at_once]):
+                    if is_unwanted() or not populate(pages[first : first + at_once]):
                         return
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +19,7 @@ from pagestream.engine import (
     SamplingParams,
     fold,
 )
+from pagestream.engine.factory import build_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -186,3 +190,63 @@ async def test_a_request_can_be_looked_up_by_its_id_until_some_time_after_its_en
         assert [info.timeline for info in infos] == [output.timeline for output in last]
         assert all(info.timeline.num_steps >= 24 for info in infos)
         assert engine.request_info("nobody") == []
+
+
+async def test_an_id_is_refused_while_anything_that_was_added_under_it_goes_on(tiny_llama):
+    async with running(tiny_llama) as engine:
+        both = await asyncio.gather(
+            *(engine.add_requests("same", ["the quick"], LONG) for _ in range(2)), return_exceptions=True
+        )
+        (streams,) = [added for added in both if isinstance(added, list)]
+        (refused,) = [error for error in both if isinstance(error, InvalidRequest)]
+        assert refused.param == "request_id"
+        assert len(await whole(streams[0])) == 300
+        short, long = await engine.add_requests("pair", [[7] * 400, [7] * 9], SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))
+        assert len(await whole(short)) == 112
+        with pytest.raises(InvalidRequest):
+            await engine.add_requests("pair", ["the", "a"], GREEDY)
+        assert len(await whole(long)) == 503
+        await until_idle(engine)
+
+
+async def test_who_reads_on_after_an_abort_finds_the_end(tiny_llama):
+    async with running(tiny_llama) as engine:
+        (stream,) = await engine.add_requests("aborted", ["the"], LONG, fault=Fault("slow", at_token=1, seconds=0.2))
+        await anext(stream)
+        waiting = asyncio.create_task(whole_or_nothing(stream))
+        await asyncio.sleep(0.01)
+        stream.abort()
+        assert await asyncio.wait_for(waiting, 60) == []
+        await until_idle(engine)
+
+
+async def whole_or_nothing(stream):
+    return [output async for output in stream]
+
+
+async def test_hours_without_work_say_nothing_of_the_pace(tiny_llama, monkeypatch):
+    async with running(tiny_llama, max_num_seqs=1) as engine:
+        for index in range(8):
+            await whole((await engine.add_requests(f"pace{index}", ["the"], GREEDY))[0])
+        await until_idle(engine)
+        monotonic = time.monotonic
+        monkeypatch.setattr("pagestream.engine.admission.time.monotonic", lambda: monotonic() + 5 * 3600)
+        streams = await engine.add_requests("queue", ["the"] * 4, GREEDY)
+        (patient,) = await engine.add_requests("patient", ["a"], GREEDY, timeout_s=600)
+        assert [len(await whole(stream)) for stream in [*streams, patient]] == [24] * 5
+
+
+async def test_populating_the_cache_ends_with_the_engine(tiny_llama):
+    def populate(is_unwanted):
+        while not is_unwanted():
+            time.sleep(0.001)
+
+    args = EngineArgs(model=str(tiny_llama), num_kv_blocks=16)
+    engine = AsyncLLMEngine(replace(build_engine(args.to_config()), populate_cache=populate))
+    await engine.start()
+    engine.populate_cache()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "pagestream-populate"]
+    assert not thread.daemon, "the interpreter's end would tear it out of torch's code and abort the process"
+    await engine.stop()
+    thread.join(60)
+    assert not thread.is_alive()

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import subprocess
 import sys
 
 import pytest
@@ -30,3 +31,28 @@ def test_a_populated_cache_has_memory_and_is_still_zero():
     cache.populate()
     assert all(all(is_resident(each)) for each in pages)
     assert not any(each.any() for each in pages)
+
+
+PROGRAM = """
+import threading, torch
+from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.runner.kv_cache import KVCache
+
+shape = ModelShape(vocab_size=10, max_model_len=100, num_layers=30, num_kv_heads=3, head_size=64, eos_token_ids=frozenset())
+cache = KVCache(shape, block_size=16, num_blocks=20_000, num_swap_blocks=0, dtype=torch.bfloat16, device=torch.device("cpu"))
+is_over, has_begun = threading.Event(), threading.Event()
+
+def is_unwanted():
+    has_begun.set()
+    return is_over.is_set()
+
+threading.Thread(target=cache.populate, args=(is_unwanted,)).start()
+has_begun.wait()
+is_over.set()
+"""
+
+
+def test_a_process_that_ends_while_its_cache_is_populated_ends_well():
+    """Torn out of torch's code by the interpreter's end, the thread would abort the process."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
