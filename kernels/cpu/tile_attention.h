@@ -191,11 +191,14 @@ private:
     // The greatest score of those that the row sees; the scale is positive and keeps the order.
     float greatest_of(long r, Seen seen) const {
         const float* scores = s_->scores + r * SCORE_STRIDE;
-        vf high = splat(MINUS_INFINITY);
+        vf high[4];  // so that one comparison does not wait for the other
+        for (vf& h : high) h = splat(MINUS_INFINITY);
         long i = 0;
-        for (; i < seen.whole(); i += W) high = at_least(load(scores + i), high);
-        for (; i <= seen.last; i += W) high = at_least(seen.mask(i) ? load(scores + i) : splat(MINUS_INFINITY), high);
-        return greatest(high);
+        for (; i + 4 * W <= seen.whole(); i += 4 * W)
+            for (int part = 0; part < 4; ++part) high[part] = at_least(load(scores + i + part * W), high[part]);
+        for (; i < seen.whole(); i += W) high[0] = at_least(load(scores + i), high[0]);
+        for (; i <= seen.last; i += W) high[0] = at_least(seen.mask(i) ? load(scores + i) : splat(MINUS_INFINITY), high[0]);
+        return greatest(at_least(at_least(high[0], high[1]), at_least(high[2], high[3])));
     }
 
     // Stores the weights exp(score - high) as lanes and returns their sum.
@@ -324,10 +327,10 @@ private:
             tile_zero<2>();
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long lane = 0; lane < lanes; lane += TILE) {
-                tile_load<6>(keys + lane * GRANULE, 64);
+                tile_load_passing<6>(keys + lane * GRANULE, 64);
                 tile_load<4>(queries_ + lane, lanes * 4);
                 tile_dot<0, 4, 6>();
-                tile_load<7>(more_keys + lane * GRANULE, 64);
+                tile_load_passing<7>(more_keys + lane * GRANULE, 64);
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(queries_ + TILE * lanes + lane, lanes * 4);
@@ -352,10 +355,10 @@ private:
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long g = 0; g < granules_; ++g) {
                 const long at = g * GRANULE / 2;
-                tile_load<6>(values_[g] + d, width_ * 4);
+                tile_load_passing<6>(values_[g] + d, width_ * 4);
                 tile_load<4>(weights + at, SCORE_STRIDE * 4);
                 tile_dot<0, 4, 6>();
-                tile_load<7>(values_[g] + d + TILE, width_ * 4);
+                tile_load_passing<7>(values_[g] + d + TILE, width_ * 4);
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(high_weights + at, SCORE_STRIDE * 4);
