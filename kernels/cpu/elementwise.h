@@ -33,15 +33,15 @@ inline void rms_norm(const float* x, const float* weight, float eps, long n, flo
 // The same into the operand of a matrix product.
 inline void rms_norm(const float* x, const float* weight, float eps, long n, const Rows& out, long row) {
     const float factor = inverse_rms(x, n, eps);
-    float y[16];
     long i = 0;
-    for (; i + 16 <= n; i += 16) {
-        for (long j = 0; j < 16; j += W) store(y + j, load(x + i + j) * splat(factor) * load(weight + i + j));
-        out.put16(row, i, y);
+    for (; i + 32 <= n; i += 32) {
+        vf y[32 / W];
+        for (long j = 0; j < 32 / W; ++j) y[j] = load(x + i + j * W) * splat(factor) * load(weight + i + j * W);
+        out.put32(row, i, y);
     }
     for (; i < n; ++i) {
-        y[0] = x[i] * factor * weight[i];
-        out.put(row, i, y, 1);
+        const float y = x[i] * factor * weight[i];
+        out.put(row, i, &y, 1);
     }
     out.zero_tail(row, n);
 }

@@ -48,6 +48,21 @@ struct Rows {
         }
     }
 
+    // Writes 32 columns from `column` on, a multiple of 32.
+    void put32(long row, long column, const vf (&x)[32 / W]) const {
+        if (format == F32) {
+            for (long i = 0; i < 32 / W; ++i) memcpy(block(row, column / 16 + i * W / 16) + i * W % 16, &x[i], sizeof(vf));
+        } else {
+            uint16_t* to = reinterpret_cast<uint16_t*>(block(row, column / 32));
+#if PS_BF16_DOT
+            const __m512bh both = _mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
+            memcpy(to, &both, sizeof both);
+#else
+            for (long i = 0; i < 32 / W; ++i) store_bf16(to + i * W, x[i]);
+#endif
+        }
+    }
+
     // Writes `n` columns from `column` on, wherever they lie.
     void put(long row, long column, const float* x, long n) const {
         long i = 0;
