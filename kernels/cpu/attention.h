@@ -1,16 +1,20 @@
 // Attention of a whole batch: its query rows cut into tiles, and tiles and splits shared out among the threads.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "tile_attention.h"
 
 namespace ps {
 
+constexpr long MAX_RUN = 8;  // tiles
+
 // Scratch of attend(), kept between calls.
 struct AttentionScratch {
     Memory states, splits;
     std::vector<QueryTile> tiles;
+    std::vector<long> runs;  // the first tile of each, and the end
     struct Part {
         long tile, split, state;
     };
@@ -25,14 +29,25 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
     const long per_group = queries.heads_per_group, width = queries.width();
     const size_t state_size = Softmax::count(QUERY_ROWS, width);
     SplitScratch* splits = scratch.splits.reserve<SplitScratch>(pool.size());  // one a thread
+    long count = 0;
+    for (long seq = 0; seq < batch.num_seqs; ++seq)
+        count += pages.num_heads * ceil_div((batch.query_start[seq + 1] - batch.query_start[seq]) * per_group, QUERY_ROWS);
+    // Tiles that share keys stand side by side, so many that each thread still has several such runs.
+    const long most = std::clamp<long>(count / (8 * pool.size()), 1, MAX_RUN);
     auto& tiles = scratch.tiles;
+    auto& runs = scratch.runs;
     tiles.clear();
+    runs.clear();
     for (long seq = 0; seq < batch.num_seqs; ++seq) {
         const long rows = (batch.query_start[seq + 1] - batch.query_start[seq]) * per_group;
-        for (long row = 0; row < rows; row += QUERY_ROWS)
-            for (long group = 0; group < pages.num_heads; ++group)
-                tiles.push_back({seq, group, row, std::min(QUERY_ROWS, rows - row)});
+        for (long first = 0; first < rows; first += most * QUERY_ROWS)
+            for (long group = 0; group < pages.num_heads; ++group) {
+                runs.push_back((long)tiles.size());
+                for (long row = first; row < std::min(rows, first + most * QUERY_ROWS); row += QUERY_ROWS)
+                    tiles.push_back({seq, group, row, std::min(QUERY_ROWS, rows - row)});
+            }
     }
+    runs.push_back(count);
     const auto finish = [&](const TileAttention& attention, const Softmax& state, const QueryTile& tile) {
         for (long r = 0; r < tile.rows; ++r) {
             const long row = tile.first_row + r, head = tile.group * per_group + row % per_group;
@@ -41,24 +56,31 @@ void attend(Pool& pool, const Pages& pages, const AttentionSpec& spec, const Bat
             put(batch.query_start[tile.seq] + row / per_group, head, out);
         }
     };
-    const long count = (long)tiles.size();
     if (count >= 4 * pool.size() || pool.size() == 1) {
         // A chunk takes the groups of some rows one after the other: their keys lie side by side.
-        const long per_chunk = count >= 8 * pool.size() * pages.num_heads ? pages.num_heads : 1;
-        float* states = scratch.states.reserve<float>(2 * pool.size() * state_size);
-        pool.run(count / per_chunk, [&](long chunk, int thread) {
-            Softmax state(states + 2 * thread * state_size), later(states + (2 * thread + 1) * state_size);
-            const long first = count - (chunk + 1) * per_chunk;  // the later in a prompt, the more keys: long ones first
-            for (long i = first; i < first + per_chunk; ++i) {
-                TileAttention attention(pages, spec, batch, queries, tiles[i]);
-                const long after = i + 1 < first + per_chunk ? i + 1 : std::max(0L, first - pool.size() * per_chunk);
-                const TileAttention next(pages, spec, batch, queries, tiles[after]);
-                attention.attend(attention.first_split(), state, splits[thread], &next);
-                for (long split = attention.first_split() + 1; split <= attention.last_split(); ++split) {
-                    attention.attend(split, later, splits[thread], &next);
-                    state.merge(later, tiles[i].rows, width);
-                }
-                finish(attention, state, tiles[i]);
+        const long num_runs = (long)runs.size() - 1, per_chunk = num_runs >= 8 * pool.size() * pages.num_heads ? pages.num_heads : 1;
+        float* states = scratch.states.reserve<float>(pool.size() * (MAX_RUN + 1) * state_size);
+        pool.run(num_runs / per_chunk, [&](long chunk, int thread) {
+            const auto state_of = [&](long i) { return Softmax(states + (thread * (MAX_RUN + 1) + i) * state_size); };
+            const Softmax later = state_of(MAX_RUN);
+            const long first = num_runs - (chunk + 1) * per_chunk;  // the later in a prompt, the more keys: long ones first
+            for (long run = first; run < first + per_chunk; ++run) {
+                const QueryTile* of_run = &tiles[runs[run]];
+                const long after = run + 1 < first + per_chunk ? run + 1 : std::max(0L, first - pool.size() * per_chunk);
+                const TileAttention next(pages, spec, batch, queries, tiles[runs[after]]);
+                std::optional<TileAttention> attentions[MAX_RUN];
+                const long in_run = runs[run + 1] - runs[run];
+                for (long i = 0; i < in_run; ++i) attentions[i].emplace(pages, spec, batch, queries, of_run[i]);
+                // Split by split, so that the run's tiles find its keys and values in the cache.
+                for (long split = attentions[0]->first_split(); split <= attentions[in_run - 1]->last_split(); ++split)
+                    for (long i = 0; i < in_run; ++i) {
+                        TileAttention& attention = *attentions[i];
+                        if (split < attention.first_split() || split > attention.last_split()) continue;
+                        const bool is_first = split == attention.first_split();
+                        attention.attend(split, is_first ? state_of(i) : later, splits[thread], &next);
+                        if (!is_first) state_of(i).merge(later, of_run[i].rows, width);
+                    }
+                for (long i = 0; i < in_run; ++i) finish(*attentions[i], state_of(i), of_run[i]);
             }
         });
         return;

@@ -167,6 +167,7 @@ private:
     template <class Lane>
     void weigh(const Softmax& state) {
         for (long r = 0; r < tile_.rows; ++r) {
+            if (Lane::K == 2 && r % 4 == 3) keep_awake();
             if (spec_.softcap != 0.0f) cap_scores(r);
             const Seen seen = seen_by(r);
             if (seen.first <= seen.last) {
@@ -178,6 +179,13 @@ private:
                 memset(s_->weights + r * SCORE_STRIDE, 0, granules_ * GRANULE / Lane::K * 4);
             }
         }
+    }
+
+    // A tile unit that has had nothing to do for a microsecond takes a quarter of one to wake up.
+    static void keep_awake() {
+#if PS_AMX
+        tile_dot<0, 4, 6>();  // whatever they hold
+#endif
     }
 
     float score_scale() const { return spec_.softcap != 0.0f ? 1.0f : spec_.scale; }
@@ -316,6 +324,13 @@ private:
         release_tiles();
     }
 
+    // A granule lies wherever its page does, so the processor can't foresee the next: it is asked for while this is multiplied.
+    template <int LINES>
+    static void fetch_lines(const uint32_t* first, long stride) {
+#pragma GCC unroll 16
+        for (int i = 0; i < LINES; ++i) __builtin_prefetch(first + i * stride);
+    }
+
     template <bool FEW>
     void tile_scores() {
         const long lanes = width_ / 2;
@@ -323,14 +338,17 @@ private:
             const bool second = g + 1 < granules_;
             const uint32_t *keys = keys_[g], *more_keys = keys_[second ? g + 1 : g];
             float* to = s_->scores + g * GRANULE;
+            const uint32_t* const ahead[2] = {keys_[std::min(g + 2, granules_ - 1)], keys_[std::min(g + 3, granules_ - 1)]};
             tile_zero<0>();
             tile_zero<2>();
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long lane = 0; lane < lanes; lane += TILE) {
-                tile_load_passing<6>(keys + lane * GRANULE, 64);
+                if (!FEW)
+                    for (const uint32_t* granule : ahead) fetch_lines<TILE>(granule + lane * GRANULE, GRANULE);
+                tile_load<6>(keys + lane * GRANULE, 64);
                 tile_load<4>(queries_ + lane, lanes * 4);
                 tile_dot<0, 4, 6>();
-                tile_load_passing<7>(more_keys + lane * GRANULE, 64);
+                tile_load<7>(more_keys + lane * GRANULE, 64);
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(queries_ + TILE * lanes + lane, lanes * 4);
@@ -355,10 +373,12 @@ private:
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long g = 0; g < granules_; ++g) {
                 const long at = g * GRANULE / 2;
-                tile_load_passing<6>(values_[g] + d, width_ * 4);
+                if (!FEW)
+                    for (long half : {0L, TILE}) fetch_lines<TILE / 2>(values_[std::min(g + 2, granules_ - 1)] + d + half, width_);
+                tile_load<6>(values_[g] + d, width_ * 4);
                 tile_load<4>(weights + at, SCORE_STRIDE * 4);
                 tile_dot<0, 4, 6>();
-                tile_load_passing<7>(values_[g] + d + TILE, width_ * 4);
+                tile_load<7>(values_[g] + d + TILE, width_ * 4);
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(high_weights + at, SCORE_STRIDE * 4);
