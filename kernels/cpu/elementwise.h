@@ -57,19 +57,19 @@ struct Greatest {
     int at;
 };
 inline Greatest greatest_of(const float* y, long n) {
-    vf high = splat(-std::numeric_limits<float>::infinity());
+    const vf none = splat(-std::numeric_limits<float>::infinity());
+    vf high = none;
     vi is_nan{};
     for (long i = 0; i < n; i += W) {
-        const vf v = iota() + (int)i < (int)n ? load(y + i) : high;
+        const vf v = iota() + (int)i < (int)n ? load(y + i) : none;
         high = at_least(v, high);
         is_nan |= (vi)(v != v);
     }
-    for (int i = 0; i < W; ++i)
-        if (is_nan[i]) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    if (first_of(is_nan) < W) return {std::numeric_limits<float>::quiet_NaN(), 0};
     const float value = greatest(high);
-    int at = 0;
-    while (at < n - 1 && y[at] != value) ++at;
-    return {value, at};
+    for (long i = 0; i < n; i += W)
+        if (const int at = first_of((vi)(load(y + i) == splat(value))); at < W) return {value, (int)i + at};
+    return {value, 0};
 }
 
 // Cosines and sines of one position, scaled; angles are rounded to float as the models' own code does.

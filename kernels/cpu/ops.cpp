@@ -87,16 +87,18 @@ void ps_linear_best(ps_pool* p, const Linear* w, const float* x, long m, int64_t
         for (long r = 0; r < count; ++r, y += PANEL) {
             if (!w->bias.empty())
                 for (long i = 0; i < columns; ++i) y[i] += w->bias[panel * PANEL + i];
-            found[(row + r) * w->panels + panel] = greatest_of(y, columns);
+            found[panel * m + row + r] = greatest_of(y, columns);
         }
     });
-    p->pool.run(m, [&](long row, int) {
-        const Greatest* of_row = found + row * w->panels;
-        long high = 0;
-        for (long panel = 1; panel < w->panels && of_row[high].value == of_row[high].value; ++panel)
-            if (!(of_row[panel].value <= of_row[high].value)) high = panel;  // also where it is NaN
-        best[row] = high * PANEL + of_row[high].at;
-        scores[row] = of_row[high].value;
+    p->pool.run(ceil_div(m, ROW_BLOCK), [&](long block, int) {
+        for (long row = block * ROW_BLOCK; row < std::min(m, (block + 1) * ROW_BLOCK); ++row) {
+            Greatest high = found[row];
+            long of = 0;
+            for (long panel = 1; panel < w->panels && high.value == high.value; ++panel)
+                if (const Greatest& other = found[panel * m + row]; !(other.value <= high.value)) high = other, of = panel;  // also NaN
+            best[row] = of * PANEL + high.at;
+            scores[row] = high.value;
+        }
     });
 }
 

@@ -109,6 +109,18 @@ inline float greatest(vf v) {
 #endif
 }
 
+// The first lane that is set, W if none.
+inline int first_of(vi mask) {
+#if PS_LANES == 16
+    const unsigned lanes = _mm512_movepi32_mask((__m512i)mask);
+    return lanes ? __builtin_ctz(lanes) : W;
+#else
+    int i = 0;
+    while (i < W && !mask[i]) ++i;
+    return i;
+#endif
+}
+
 // ---- bfloat16: the upper half of a float, rounded to nearest even; NaN stays NaN -------------------------------------
 
 inline vu bf16_bits(vf x) {  // in the lower half of each lane
