@@ -13,11 +13,11 @@ namespace ps {
 
 constexpr long ROW_BLOCK = 2 * TILE;  // rows that one pass over a panel serves
 
-// Weights that come from memory are asked for 4 KiB ahead, so that they arrive by the time they are due.
+// Weights that come from memory are asked for 2 KiB ahead, so that they arrive by the time they are due.
 template <size_t BYTES>
 inline void fetch_block(const void* block) {
 #pragma GCC unroll 32
-    for (size_t at = 0; at < BYTES; at += 64) __builtin_prefetch(static_cast<const char*>(block) + 4096 + at);
+    for (size_t at = 0; at < BYTES; at += 64) __builtin_prefetch(static_cast<const char*>(block) + 2048 + at);
 }
 
 // ---- one panel times up to 32 rows -----------------------------------------------------------------------------------
