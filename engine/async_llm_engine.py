@@ -90,6 +90,11 @@ class AsyncLLMEngine:
         return self._built.kv_summary
 
     @property
+    def weights_summary(self) -> str:
+        """One line: how many weights, in how much memory, held as what."""
+        return self._built.weights_summary
+
+    @property
     def cache_facts(self) -> dict[str, str]:
         """How the KV cache was set up."""
         return self._built.cache_facts

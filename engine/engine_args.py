@@ -33,7 +33,7 @@ class EngineArgs:
     revision: str | None = None
     tokenizer_revision: str | None = None
     dtype: str = "auto"
-    quantization: str | None = None
+    quantization: str | None = "auto"
     load_format: str = "auto"
     max_model_len: int | None = None
     seed: int | None = None
@@ -84,7 +84,7 @@ class EngineArgs:
                 revision=self.revision,
                 tokenizer_revision=self.tokenizer_revision,
                 dtype=self.dtype,
-                quantization=self.quantization,
+                quantization=self.quantization or "auto",
                 load_format=self.load_format,
                 max_model_len=self.max_model_len,
                 seed=self.seed,

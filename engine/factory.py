@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -28,10 +30,12 @@ from pagestream.engine.llm_engine import LLMEngine
 from pagestream.engine.metrics import EngineListener
 from pagestream.engine.models.base import CausalLM
 from pagestream.engine.models.cpu_decoder import CpuDecoder
-from pagestream.engine.models.cpu_linear import CpuLinearMaker
+from pagestream.engine.models.cpu_linear import CpuLinearMaker, hold_packed
 from pagestream.engine.models.decoder import TorchDecoder
 from pagestream.engine.models.decoder_config import decoder_spec, max_positions, with_defaults
 from pagestream.engine.models.gguf_file import GgufFile
+from pagestream.engine.models.linear import LinearMakers
+from pagestream.engine.models.linear_blocks import HEAD_BITS, BlocksMaker, HoldBlocks, Quantise, hold_unpacked
 from pagestream.engine.models.loader import Checkpoint, load_decoder, open_checkpoint
 from pagestream.engine.output_processor import OutputProcessor
 from pagestream.engine.runner.fault_injection import FaultInjector
@@ -39,10 +43,11 @@ from pagestream.engine.runner.kv_cache import BlockMover, KVCache, bytes_per_blo
 from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.runner.profiling import measure_activations, measure_costs
 from pagestream.engine.sampling.sampler import Sampler
-from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes
+from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes, weights_summary
 from pagestream.engine.text.chat_template import ChatTemplate, read_template
 from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
+from pagestream.kernels.block_quantise import quantise
 from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
 from pagestream.kernels.kv_format import is_quantised
 from pagestream.kernels.transfer import HostLink, PinnedLink, SharedMemory
@@ -70,7 +75,8 @@ class BuiltEngine:
     chat_template: ChatTemplate
     queue_limits: QueueLimits
     kv_summary: str
-    dtype: torch.dtype  # of the weights, a quantised file's once unpacked
+    weights_summary: str
+    dtype: torch.dtype  # of the weights, quantised ones once unpacked
     kv_bytes_per_token: int
     populate_cache: Callable[[Callable[[], bool]], None]  # KVCache.populate; may be called from any thread, or never
     cache_facts: dict[str, str] = field(default_factory=dict)  # how the cache was set up, for those who watch
@@ -84,6 +90,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     checkpoint = open_checkpoint(config.model)
     tokenizer = find_tokenizer(checkpoint, config)
     kernels = find_kernels(config, device)
+    checkpoint = with_fitting_dtype(checkpoint, config, kernels)
     model = load_model(checkpoint, config, device, kernels)
     shape = model.shape
     limits = step_limits(config, device)
@@ -153,6 +160,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
             f"{num_blocks:,} KV blocks of {block_size} tokens: {num_tokens:,} tokens, "
             f"{num_tokens / max_model_len:.1f} requests of full length ({max_model_len:,} tokens)"
         ),
+        weights_summary=weights_summary(shape),
         dtype=checkpoint.dtype,
         cache_facts=cache_facts(config, str(model.kv_dtype).removeprefix("torch."), num_blocks, num_swap_blocks),
         populate_cache=cache.populate,
@@ -310,8 +318,39 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
         dtype=checkpoint.dtype,
         attention=checked(attention, kv_dtype),
         kv_dtype=kv_dtype,
-        make_linear=None if ops is None else CpuLinearMaker(ops),
+        linears=linear_makers(checkpoint, device, kernels, ops),
     )
+
+
+def quantiser(device: torch.device, ops: CpuOps | None) -> Quantise:
+    return ops.quantise if ops is not None else lambda weight, kind: quantise(weight.to(device), kind)
+
+
+def linear_makers(checkpoint: Checkpoint, device: torch.device, kernels: Kernels, ops: CpuOps | None) -> LinearMakers | None:
+    """What a model of transformers has in place of its own linears; None: what plain torch has."""
+    if checkpoint.bits is None:
+        return None if ops is None else LinearMakers(CpuLinearMaker(ops), CpuLinearMaker(ops))
+    if ops is not None:
+        hold: HoldBlocks = functools.partial(hold_packed, ops)
+    elif kernels is Kernels.TRITON:
+        from pagestream.engine.models.triton_linear import hold_blocks
+
+        hold = functools.partial(hold_blocks, device=device, dtype=checkpoint.dtype)
+    else:
+        hold = functools.partial(hold_unpacked, device=device, dtype=checkpoint.dtype)
+    make = BlocksMaker(quantiser(device, ops), checkpoint.bits, hold)
+    return LinearMakers(make, BlocksMaker(quantiser(device, ops), HEAD_BITS, hold))
+
+
+def with_fitting_dtype(checkpoint: Checkpoint, config: EngineConfig, kernels: Kernels) -> Checkpoint:
+    """The CPU operators compute converted weights in bfloat16, whatever the checkpoint has.  Raises StartError for another dtype."""
+    if checkpoint.bits is None or kernels is not Kernels.CPU:
+        return checkpoint
+    if config.model.dtype not in ("auto", "bfloat16"):
+        raise StartError(
+            f"quantization {config.model.quantization} computes in bfloat16 on a CPU, not in dtype {config.model.dtype}; leave one of them out"
+        )
+    return dataclasses.replace(checkpoint, dtype=torch.bfloat16)
 
 
 def load_lean_decoder(
@@ -328,8 +367,9 @@ def load_lean_decoder(
     is_fused = ops is not None and supports_pages(page_dtype, head_size, config.cache.block_size)
     # The operators compute with a file's own blocks what its dequantised weights would give in bfloat16, bit for bit.
     reads_blocks = kernels is Kernels.TRITON or is_fused and checkpoint.dtype == torch.bfloat16
-    keep_blocks = reads_blocks and config.model.quantization is None
-    loaded = load_decoder(checkpoint, device=device, dtype=checkpoint.dtype, keep_blocks=keep_blocks)
+    loaded = load_decoder(
+        checkpoint, device=device, dtype=checkpoint.dtype, reads_blocks=reads_blocks, quantise=quantiser(device, ops)
+    )
     if ops is not None and is_fused:
         return CpuDecoder(loaded.spec, loaded.weights, loaded.shape, ops, kv_dtype=kv_dtype)
     max_model_len = config.model.max_model_len or loaded.shape.max_model_len

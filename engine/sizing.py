@@ -93,3 +93,10 @@ def free_memory_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def weights_summary(shape: ModelShape) -> str:
+    """One line: how many weights, in how much memory, held as what."""
+    shares = ((name, count / shape.num_parameters) for name, count in shape.weights_held_as)
+    formats = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
+    return f"{shape.num_parameters / 1e6:,.1f} M weights in {shape.weight_bytes / 2**20:,.0f} MiB: {formats}"

@@ -83,8 +83,8 @@ def serve(
     trust_remote_code: Annotated[bool, option("--trust-remote-code", MODEL, "Run code that comes with the model.")] = False,
     dtype: Annotated[str, option("--dtype", MODEL, "auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[
-        str | None, option("--quantization", MODEL, "How weights are held; default: as the checkpoint has them.")
-    ] = None,
+        str, option("--quantization", MODEL, "auto (a GGUF file's own blocks), none (dequantised), int8 or int4 (converted at load).")
+    ] = "auto",
     load_format: Annotated[str, option("--load-format", MODEL, "auto, safetensors, gguf or dummy.")] = "auto",
     max_model_len: Annotated[
         int | None, counted("--max-model-len", MODEL, "Tokens of prompt and answer together; 8K is 8,192.")
@@ -249,6 +249,7 @@ def print_start(engine: AsyncLLMEngine, settings: ServerSettings, where: str, ud
     url, options = f"{where}/v1", "" if uds is None else f" --unix-socket {uds}"
     place = url if uds is None else f"{url} on the Unix socket {uds}"
     print(f"pagestream {version('pagestream')} serves {', '.join(settings.served_model_names)} at {place}")
+    print(f"  {engine.weights_summary}")
     print(f"  {engine.kv_summary}")
     if settings.ui and uds is None:  # browsers open no Unix sockets
         print(f"  see it work: {where}/")

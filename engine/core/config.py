@@ -35,13 +35,14 @@ class ModelConfig:
     revision: str | None = None
     tokenizer_revision: str | None = None
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    quantization: str | None = None
+    quantization: str = "auto"  # auto: a GGUF file's own blocks | none: unpacked | int8 | int4: converted at load
     load_format: str = "auto"  # auto | safetensors | gguf | dummy
     max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's own
     seed: int | None = None  # of unseeded requests and dummy weights; None: fresh randomness for every request
 
     def __post_init__(self) -> None:
         choose("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        choose("quantization", self.quantization, ("auto", "none", "int8", "int4"))
         choose("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy"))
         choose("tokenizer_mode", self.tokenizer_mode, ("auto", "slow"))
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -15,3 +15,4 @@ class ModelShape:
     eos_token_ids: frozenset[int]  # any of them ends a sequence
     num_parameters: int = 0
     weight_bytes: int = 0  # as held in memory
+    weights_held_as: tuple[tuple[str, int], ...] = ()  # name of a format and how many weights it holds, most first

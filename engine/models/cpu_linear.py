@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagestream.engine.models.linear import Linear
-from pagestream.kernels.cpu.ops import CpuOps, PackedLinear
+from pagestream.kernels.cpu.ops import CpuOps, GgufBlocks, PackedLinear
 
 
 class CpuLinearMaker:
@@ -28,6 +28,10 @@ class CpuLinear:
     def __call__(self, x: Tensor) -> Tensor:
         out = self.packed(x.reshape(-1, self.packed.k))
         return out.view(*x.shape[:-1], self.packed.n).to(x.dtype)
+
+
+def hold_packed(ops: CpuOps, blocks: GgufBlocks, bias: Tensor | None) -> Linear:
+    return CpuLinear(ops.quantised_linear(blocks, bias))
 
 
 def held(weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.decoder_config import architecture
 from pagestream.engine.models.hf_attention import NUM_PROBE_TOKENS, PAGED, AttentionShape, Step, probe, register, run_with
-from pagestream.engine.models.hf_rows import RowIndependent, replace_linears
-from pagestream.engine.models.linear import FixedRowsLinear, MakeLinear
+from pagestream.engine.models.hf_rows import RowIndependent, linear_weight, replace_linears
+from pagestream.engine.models.linear import FixedRowsLinear, LinearMakers
+from pagestream.engine.models.linear_blocks import BYTES_OF_KIND, GROUP, HEAD_BITS, KIND_OF_BITS
 from pagestream.engine.models.loader import Checkpoint
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
@@ -112,9 +114,9 @@ def load_transformers(
     dtype: torch.dtype,
     attention: AttentionBackend,
     kv_dtype: torch.dtype | None = None,
-    make_linear: MakeLinear | None = None,
+    linears: LinearMakers | None = None,
 ) -> TransformersLM:
-    """Load a checkpoint that the lean decoder does not compute; `make_linear` packs its linears (None: on a CPU fixed rows).
+    """Load a checkpoint that the lean decoder does not compute; `linears` packs its linears (None: on a CPU fixed rows).
 
     Raises StartError naming the architecture and why it can't be served.
     """
@@ -122,11 +124,14 @@ def load_transformers(
     register()
     model_config = read_config(checkpoint, config, name)
     check_config(model_config, name, config)
+    if checkpoint.bits is not None:
+        check_linears(model_config, name, config)
     model = load_model(checkpoint, config, model_config, name, dtype).to(device).eval()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_held = count_held(model, checkpoint.bits, dtype)
     tap = insert_tap(model, name)
-    if make_linear is not None or device.type == "cpu":
-        replace_linears(model, make_linear or FixedRowsLinear)
+    if linears is not None or device.type == "cpu":
+        replace_linears(model, linears or LinearMakers(FixedRowsLinear, FixedRowsLinear), model.get_output_embeddings())
     if device.type == "cpu" and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # expert after expert, which RowIndependent reaches; the grouped ones it does not
     text_config = model_config.get_text_config()
@@ -141,7 +146,8 @@ def load_transformers(
         head_size=found.attention.head_size,
         eos_token_ids=checkpoint.eos_token_ids,
         num_parameters=num_parameters,
-        weight_bytes=num_parameters * dtype.itemsize,
+        weight_bytes=round(sum(count * BYTES_OF_KIND.get(kind, dtype.itemsize) for kind, count in num_held.items())),
+        weights_held_as=tuple(num_held.most_common()),
     )
     return TransformersLM(model, tap, shape, found.attention.windows, attention, kv_dtype or dtype)
 
@@ -184,6 +190,40 @@ def check_config(model_config: Any, name: str, config: ModelConfig) -> None:
         original = table.get("original_max_position_embeddings") or positions
         if table.get("rope_type") == "longrope" and (config.max_model_len or positions) > original:
             raise refusal(name, f"its rotary embedding changes beyond {original} tokens; set --max-model-len {original}")
+
+
+def check_linears(model_config: Any, name: str, config: ModelConfig) -> None:
+    """Refuse to convert a model whose matrices are not all in linears with blocks of 32, by its modules without any weights."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise refusal(name, f"with quantization {config.quantization} its modules can't be looked at ({first_line(error)})") from error
+    for path, module in model.named_modules():
+        matrices = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
+        if matrices and not isinstance(module, nn.Embedding) and linear_weight(module) is None:
+            raise refusal(name, f"with quantization {config.quantization}, {path}.{matrices[0]} is in no linear; leave it out")
+        weight = linear_weight(module)
+        if weight is not None and weight.shape[1] % GROUP:
+            raise refusal(name, f"with quantization {config.quantization}, {path} has {weight.shape[1]} inputs, no multiple of {GROUP}")
+
+
+def count_held(model: Any, bits: int | None, dtype: torch.dtype) -> Counter[str]:
+    """Weights by how they will be held; a head that is converted is another copy than the embedding that it was tied to."""
+    plain = str(dtype).removeprefix("torch.")
+    if bits is None:
+        return Counter({plain: sum(parameter.numel() for parameter in model.parameters())})
+    head = model.get_output_embeddings()
+    linears = {module: weight for module in model.modules() if (weight := linear_weight(module)) is not None}
+    num_held = Counter({KIND_OF_BITS[HEAD_BITS]: linears[head].numel()} if head in linears else {})
+    num_held[KIND_OF_BITS[bits]] += sum(weight.numel() for module, weight in linears.items() if module is not head)
+    converted = {id(module.weight) for module in linears if module is not head}
+    is_tied = head in linears and head.weight is model.get_input_embeddings().weight
+    kept = (parameter for parameter in model.parameters() if id(parameter) not in converted and (is_tied or parameter is not head.weight))
+    num_held[plain] += sum(parameter.numel() for parameter in kept)
+    return num_held
 
 
 def load_model(checkpoint: Checkpoint, config: ModelConfig, model_config: Any, name: str, dtype: torch.dtype) -> Any:

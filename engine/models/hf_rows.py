@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pagestream.engine.models.linear import FixedRowsLinear, MakeLinear, gelu, gelu_tanh, sigmoid, silu
+from pagestream.engine.models.linear import FixedRowsLinear, LinearMakers, MakeLinear, gelu, gelu_tanh, sigmoid, silu
 
 
 class PackedLinear(nn.Module):
@@ -25,21 +25,26 @@ class PackedLinear(nn.Module):
         return self.compute(x)
 
 
-def replace_linears(model: nn.Module, make_linear: MakeLinear) -> int:
-    """Put `make_linear`'s layers in place of every nn.Linear and of GPT-2's transposed one; returns how many there were."""
+def linear_weight(module: nn.Module) -> Tensor | None:
+    """The weight [out, in] of an nn.Linear or of GPT-2's transposed one, as a view; None for any other module."""
     from transformers.pytorch_utils import Conv1D
 
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    return module.weight.detach().t() if type(module) is Conv1D else None
+
+
+def replace_linears(model: nn.Module, linears: LinearMakers, head: nn.Module | None = None) -> int:
+    """Put layers of ours in place of every linear; returns how many there were.  head: the one that scores the vocabulary."""
     num_replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                weight = child.weight.detach()
-            elif type(child) is Conv1D:
-                weight = child.weight.detach().t().contiguous()
-            else:
+            weight = linear_weight(child)
+            if weight is None:
                 continue
-            bias = None if child.bias is None else child.bias.detach()
-            setattr(parent, name, PackedLinear(weight, bias, make_linear))
+            bias = dict(child.named_parameters(recurse=False)).get("bias")
+            make = linears.make_head if child is head else linears.make
+            setattr(parent, name, PackedLinear(weight.contiguous(), None if bias is None else bias.detach(), make))
             num_replaced += 1
     return num_replaced
 

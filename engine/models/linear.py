@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,14 @@ from torch import Tensor
 Linear = Callable[[Tensor], Tensor]  # [..., in] to [..., out]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [out, in] and bias [out]
 Activation = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class LinearMakers:
+    """For a model's linears, and for the one that scores the vocabulary."""
+
+    make: MakeLinear
+    make_head: MakeLinear
+
 
 ROWS = 16  # of one product; at 16 a single token costs little more than it would alone
 

@@ -5,7 +5,7 @@ transformers is not imported here: it takes seconds, and a model of this family 
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from pagestream.engine.models.decoder_config import (
 )
 from pagestream.engine.models.gguf_config import gguf_config
 from pagestream.engine.models.gguf_file import GgufFile
+from pagestream.engine.models.linear_blocks import BITS, GROUP, HEAD_BITS, BlockReader, Quantise, unpacked
 from pagestream.engine.models.progress import shown
 from pagestream.engine.models.sources import ModelFiles, find_model
 from pagestream.engine.models.tensor_source import (
@@ -37,6 +38,7 @@ from pagestream.engine.models.tensor_source import (
     TensorSource,
     read_json,
 )
+from pagestream.kernels.block_quantise import quantise as quantise_in_torch
 from pagestream.kernels.cpu.ops import GgufBlocks
 
 
@@ -50,6 +52,12 @@ class Checkpoint:
     dtype: torch.dtype  # of the weights once loaded
     source: TensorSource | None  # None: only transformers can read it
     max_model_len: int | None  # as asked for
+    quantization: str = "auto"  # as asked for; see ModelConfig
+
+    @property
+    def bits(self) -> int | None:
+        """What linears are converted to; None: they are not."""
+        return BITS.get(self.quantization)
 
     @property
     def is_decoder(self) -> bool:
@@ -71,11 +79,9 @@ class LoadedDecoder:
 def open_checkpoint(config: ModelConfig) -> Checkpoint:
     """Find the files, fetching them where needed, and read what they say of themselves.
 
-    dtype "auto" is the checkpoint's own float type; a GGUF file's blocks become bfloat16.
+    dtype "auto" is the checkpoint's own float type; bfloat16 for a GGUF file.
     Raises StartError with one line that says what to do.
     """
-    if config.quantization not in (None, "none"):
-        raise StartError(f"quantization {config.quantization!r} is not supported; leave it out, or give a GGUF file")
     files = find_model(config)
     if files.gguf is not None:
         file = GgufFile(files.gguf)
@@ -94,6 +100,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
         source = open_weights(files.folder, model_config, config)
         own_dtype = stored_dtype(model_config, source)
     check_length(config, model_config)
+    check_columns(config, model_config)
     return Checkpoint(
         files=files,
         config=model_config,
@@ -101,6 +108,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
         dtype=own_dtype if config.dtype == "auto" else FLOATS[config.dtype],
         source=source,
         max_model_len=config.max_model_len,
+        quantization=config.quantization,
     )
 
 
@@ -133,16 +141,38 @@ def check_length(config: ModelConfig, model_config: dict[str, Any]) -> None:
         raise StartError(f"max_model_len {config.max_model_len} is more than the {positions} positions that the model knows")
 
 
-def load_decoder(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, keep_blocks: bool = False) -> LoadedDecoder:
+def check_columns(config: ModelConfig, model_config: dict[str, Any]) -> None:
+    """Refuse to convert what does not come in blocks of 32, before anything is loaded."""
+    if config.quantization not in BITS or not is_decoder(model_config):
+        return
+    spec = decoder_spec(model_config, config.max_model_len)
+    sizes = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size, "its heads": spec.num_heads * spec.head_size}
+    for name, size in sizes.items():
+        if size % GROUP:
+            raise StartError(f"quantization {config.quantization} needs multiples of {GROUP}, and {name} is {size}; leave it out")
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    reads_blocks: bool = False,
+    quantise: Quantise = quantise_in_torch,
+) -> LoadedDecoder:
     """Load a checkpoint of the Llama-shaped family.  Its weights come as `dtype` on `device`, linears fused.
 
-    keep_blocks: the linears of a GGUF file come as it stores them, as far as there is an operator for its blocks.
+    reads_blocks: there are operators for blocks of 4 and 8 bits, so linears come as blocks where the file or the checkpoint's
+    `quantization` has them so; else such linears come unpacked, which are the same numbers.
     Raises StartError for a tensor that is missing or has another shape than the config says.
     """
     assert checkpoint.source is not None
     spec = decoder_spec(checkpoint.config, checkpoint.max_model_len)
-    stored = checkpoint.source if keep_blocks and isinstance(checkpoint.source, GgufSource) else None
-    builder = WeightBuilder(checkpoint.source, spec, checkpoint.config, device=device, dtype=dtype, stored=stored)
+    wants_blocks = checkpoint.bits is not None or checkpoint.quantization == "auto" and reads_blocks
+    blocks = BlockReader(checkpoint.source, checkpoint.bits, quantise) if wants_blocks else None
+    builder = WeightBuilder(
+        checkpoint.source, spec, checkpoint.config, device=device, dtype=dtype, blocks=blocks, reads_blocks=reads_blocks
+    )
     weights = builder.build()
     return LoadedDecoder(
         spec=spec,
@@ -154,8 +184,9 @@ def load_decoder(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             eos_token_ids=checkpoint.eos_token_ids,
-            num_parameters=builder.num_parameters,
-            weight_bytes=builder.num_parameters * dtype.itemsize,
+            num_parameters=sum(builder.num_held.values()),
+            weight_bytes=sum(builder.num_held.values()) * dtype.itemsize,
+            weights_held_as=tuple(builder.num_held.most_common()),
         ),
     )
 
@@ -171,16 +202,18 @@ class WeightBuilder:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        stored: GgufSource | None = None,
+        blocks: BlockReader | None = None,
+        reads_blocks: bool = False,
     ):
-        """stored: the source again, where linears are to be taken as its file stores them."""
+        """blocks: linears go by it first; reads_blocks: they may stay what it gives."""
         self.source = source
-        self.stored = stored
+        self.blocks = blocks
+        self.reads_blocks = reads_blocks
         self.spec = spec
         self.layout = weight_layout(config)
         self.device = device
         self.dtype = dtype
-        self.num_parameters = 0
+        self.num_held: Counter[str] = Counter()  # weights by how they are held
 
     def build(self) -> DecoderWeights:
         spec = self.spec
@@ -190,18 +223,18 @@ class WeightBuilder:
         return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=self.head(embedding))
 
     def embedding(self) -> LinearWeight:
-        """As stored only where it is the head too: looking a token up alone is no operator's business."""
+        """As blocks only where it is the head too: looking a token up alone is no operator's business."""
         name, shape = "model.embed_tokens.weight", (self.spec.vocab_size, self.spec.hidden_size)
         is_tied = self.layout.tied_head and not self.source.has("lm_head.weight")
-        return self.linear(name, *shape) if is_tied else self.one(name, *shape)
+        return self.head_linear(name, *shape) if is_tied else self.one(name, *shape)
 
     def head(self, embedding: LinearWeight) -> LinearWeight:
         """A file that holds a head of its own is believed more than a config that calls it tied."""
         if self.layout.tied_head and not self.source.has("lm_head.weight"):
             return embedding
-        head = self.linear("lm_head.weight", self.spec.vocab_size, self.spec.hidden_size)
+        head = self.head_linear("lm_head.weight", self.spec.vocab_size, self.spec.hidden_size)
         if isinstance(head, Tensor) and isinstance(embedding, Tensor) and self.layout.tied_head and torch.equal(head, embedding):
-            self.num_parameters -= head.numel()
+            self.num_held[self.plain_name] -= head.numel()
             return embedding
         return head
 
@@ -224,29 +257,42 @@ class WeightBuilder:
             down=self.linear(mlp + "down_proj.weight", spec.hidden_size, spec.intermediate_size),
         )
 
+    @property
+    def plain_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def one(self, name: str, *shape: int) -> Tensor:
         tensor = self.source.load(name, shape)
-        self.num_parameters += tensor.numel()
+        self.num_held[self.plain_name] += tensor.numel()
         # copy: what the source gave may be a view of the file, which would stay mapped and could not be written to.
         return tensor.to(self.dtype).to(device=self.device, copy=tensor.dtype == self.dtype).contiguous()
 
     def linear(self, name: str, *shape: int) -> LinearWeight:
-        blocks = self.stored.blocks(name, shape) if self.stored is not None else None
-        if blocks is None:
-            return self.one(name, *shape)
-        self.num_parameters += math.prod(shape)
-        return blocks
+        blocks = self.blocks.linear(name, shape, self.blocks.bits) if self.blocks is not None else None
+        return self.one(name, *shape) if blocks is None else self.held(blocks)
+
+    def head_linear(self, name: str, *shape: int) -> LinearWeight:
+        bits = HEAD_BITS if self.blocks is not None and self.blocks.bits is not None else None
+        blocks = self.blocks.linear(name, shape, bits) if self.blocks is not None else None
+        return self.one(name, *shape) if blocks is None else self.held(blocks)
 
     def fused_linear(self, prefix: str, whole: str, sizes: dict[str, int]) -> LinearWeight:
-        """The parts below one another; as stored where all of them are of one kind."""
+        """The parts below one another, as blocks where all of them can be of one kind."""
         columns = self.spec.hidden_size
-        if self.stored is not None and not self.source.has(f"{prefix}{whole}.weight"):
-            parts = [self.stored.blocks(f"{prefix}{name}.weight", (size, columns)) for name, size in sizes.items()]
-            given = [part for part in parts if part is not None]
-            if len(given) == len(parts) and len({part.kind for part in given}) == 1:
-                self.num_parameters += sum(sizes.values()) * columns
-                return GgufBlocks(given[0].kind, torch.cat([part.data for part in given]))
+        if self.blocks is not None:
+            is_whole = self.source.has(f"{prefix}{whole}.weight")
+            parts = {whole: sum(sizes.values())} if is_whole else sizes
+            blocks = self.blocks.stacked({f"{prefix}{name}.weight": size for name, size in parts.items()}, columns)
+            if blocks is not None:
+                return self.held(blocks)
         return self.fused(prefix, whole, sizes, "weight", columns)
+
+    def held(self, blocks: GgufBlocks) -> LinearWeight:
+        if self.reads_blocks:
+            self.num_held[blocks.kind] += blocks.n * blocks.k
+            return blocks
+        self.num_held[f"{blocks.kind} in {self.plain_name}"] += blocks.n * blocks.k
+        return unpacked(blocks, self.dtype).to(self.device)
 
     def fused(self, prefix: str, whole: str, sizes: dict[str, int], kind: str, *columns: int) -> Tensor:
         """The parts below one another, in the order of `sizes`; some checkpoints hold them so already."""
@@ -257,5 +303,5 @@ class WeightBuilder:
         target = torch.empty(num_rows, *columns, dtype=self.dtype, device=self.device)
         for part, slot in zip(parts, torch.split(target, list(sizes.values())), strict=True):
             slot.copy_(part)
-        self.num_parameters += target.numel()
+        self.num_held[self.plain_name] += target.numel()
         return target

@@ -20,7 +20,7 @@ from pagestream.engine.attention.triton_backend import TritonAttention
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, LinearWeight
 from pagestream.engine.models.linear import Linear, linear_maker
-from pagestream.engine.models.triton_linear import BlocksLinear, as_tensor, fits
+from pagestream.engine.models.triton_linear import BlocksLinear, as_tensor, hold_blocks
 from pagestream.kernels.reshape_and_cache import rotary_table
 from pagestream.kernels.rms_norm import rms_norm
 from pagestream.kernels.swiglu import swiglu
@@ -66,8 +66,10 @@ class TritonDecoder:
         if weights.head is weights.embedding and isinstance(self._head, BlocksLinear):
             self._embed: Callable[[Tensor], Tensor] = self._head.rows
         else:
-            self._embed = functools.partial(F.embedding, weight=self._as_tensor(weights.embedding))
-        self.shape = dataclasses.replace(shape, weight_bytes=self._num_bytes) if self._num_bytes else shape
+            embedding = self._as_tensor(weights.embedding)
+            self._num_bytes += 0 if embedding is weights.head else embedding.nbytes
+            self._embed = functools.partial(F.embedding, weight=embedding)
+        self.shape = dataclasses.replace(shape, weight_bytes=self._num_bytes)
 
     def _layer(self, weights: LayerWeights, window: int | None) -> TritonLayer:
         return TritonLayer(
@@ -83,10 +85,12 @@ class TritonDecoder:
         )
 
     def _linear(self, weight: LinearWeight, bias: Tensor | None = None) -> Linear:
-        if isinstance(weight, Tensor) or not fits(weight):
-            return linear_maker(self._device)(self._as_tensor(weight), bias)
-        linear = BlocksLinear(weight, bias, self._device, self._dtype)
-        self._num_bytes += linear.num_bytes
+        if isinstance(weight, Tensor):
+            self._num_bytes += weight.nbytes
+            return linear_maker(self._device)(weight, bias)
+        linear = hold_blocks(weight, bias, device=self._device, dtype=self._dtype)
+        as_tensor_bytes = weight.n * weight.k * self._dtype.itemsize
+        self._num_bytes += linear.num_bytes if isinstance(linear, BlocksLinear) else as_tensor_bytes
         return linear
 
     def _as_tensor(self, weight: LinearWeight) -> Tensor:

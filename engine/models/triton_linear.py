@@ -1,4 +1,4 @@
-"""Linears that keep a GGUF file's own 4 and 8 bits on a GPU."""
+"""Linears of 4 and 8 bits on a GPU, in blocks as GGUF files hold them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagestream.engine.models.linear import linear_maker
+from pagestream.engine.models.linear import Linear, linear_maker
 from pagestream.kernels.cpu.ops import GGUF_KINDS, GgufBlocks
 from pagestream.kernels.quant_matmul import PIECE, QuantisedWeight, pack, quant_matmul, unpack
 
@@ -28,14 +28,22 @@ class BlocksLinear:
         self.num_bytes = sum(part.nbytes for part in (self._weight.pieces, self._weight.scales, self._weight.minimums))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > MOST_ROWS:
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.shape[0] > MOST_ROWS:
             return self._make_linear(unpack(self._weight, self._dtype), self._bias)(x)
-        y = quant_matmul(x, self._weight, upcast=self._upcast)
+        y = quant_matmul(rows, self._weight, upcast=self._upcast).view(*x.shape[:-1], -1)
         return y if self._bias is None else y + self._bias
 
     def rows(self, input_ids: Tensor) -> Tensor:
         """The weight's own rows, as an embedding gives them.  input_ids [T]; returns [T, K]."""
         return unpack(self._weight, self._dtype, input_ids)
+
+
+def hold_blocks(blocks: GgufBlocks, bias: Tensor | None, *, device: torch.device, dtype: torch.dtype) -> Linear:
+    """As blocks where the kernel takes so many columns, else as the tensor that they are."""
+    if fits(blocks):
+        return BlocksLinear(blocks, bias, device, dtype)
+    return linear_maker(device)(as_tensor(blocks, device, dtype), bias)
 
 
 def fits(blocks: GgufBlocks) -> bool:

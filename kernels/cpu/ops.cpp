@@ -1,5 +1,6 @@
 // The plain C interface that ops.py calls; it has checked every size before.
 #include "decoder.h"
+#include "quantise.h"
 
 using namespace ps;
 
@@ -65,6 +66,12 @@ Linear* ps_linear_create_quantised(ps_pool* p, int kind, long n, long k, int pai
     pack_quantised(p->pool, *w, blocks, (QuantKind)kind);
     if (bias) w->bias.assign(bias, bias + n);
     return w;
+}
+
+// 0 if every weight could be held.
+int ps_quantise(ps_pool* p, int kind, long n, long k, const float* weights, uint8_t* blocks) {
+    std::lock_guard<std::mutex> lock(p->pool.in_use());
+    return quantise(p->pool, (QuantKind)kind, n, k, weights, blocks) ? 0 : 1;
 }
 
 void ps_linear_free(Linear* w) { delete w; }

@@ -85,6 +85,19 @@ class GgufBlocks:
         return self.data.shape[1] // GGUF_KINDS[self.kind].block_bytes * 32
 
 
+QUANTISED_KINDS = ("Q4_1", "Q8_0")
+NOT_HELD = "some of them are not finite, or too large for a 16-bit scale"
+
+
+def empty_blocks(weight: Tensor, kind: str) -> GgufBlocks:
+    """Room for a weight [n, k]; raises ValueError where it can't become blocks of this kind."""
+    if kind not in QUANTISED_KINDS or weight.dim() != 2 or weight.shape[1] % 32 or not weight.is_floating_point():
+        raise ValueError(f"{weight.dtype} weights of {tuple(weight.shape)} do not become {kind} blocks")
+    n, k = weight.shape
+    width = k // 32 * GGUF_KINDS[kind].block_bytes
+    return GgufBlocks(kind, torch.empty(n, width, dtype=torch.uint8, device=weight.device))
+
+
 class PackedLinear:
     """A weight in the layout that the operators read; immutable, and owner of its memory.
 
@@ -256,6 +269,19 @@ class CpuOps:
             self.pool, GGUF_KINDS[blocks.kind].number, blocks.n, blocks.k, paired, data.data_ptr(), _address(bias)
         )
         return PackedLinear(self, handle, blocks.n, blocks.k, paired)
+
+    def quantise(self, weight: Tensor, kind: str) -> GgufBlocks:
+        """The blocks nearest to a weight [n, k] of any float type: bit for bit those of kernels.block_quantise.
+
+        Raises ValueError for a kind or a number of columns that has no blocks, and for weights that no block holds.
+        """
+        blocks = empty_blocks(weight, kind)
+        data = _plain(weight, torch.float32)
+        if self.library.ps_quantise(
+            self.pool, GGUF_KINDS[kind].number, blocks.n, blocks.k, data.data_ptr(), blocks.data.data_ptr()
+        ):
+            raise ValueError(NOT_HELD)
+        return blocks
 
     def paged_attention(
         self,

@@ -72,7 +72,7 @@ def bench_latency(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 100,
     output_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 64,
     dtype: Annotated[str, typer.Option("--dtype")] = "auto",
-    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
+    quantization: Annotated[str, typer.Option("--quantization")] = "auto",
     cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -91,7 +91,7 @@ def bench_throughput(
     workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1)] = 64,
     dtype: Annotated[str, typer.Option("--dtype")] = "auto",
-    quantization: Annotated[str | None, typer.Option("--quantization")] = None,
+    quantization: Annotated[str, typer.Option("--quantization")] = "auto",
     cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -17,6 +17,7 @@ from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.step_plan import NOT_FINITE, BlockCopy
+from pagestream.engine.models.triton_linear import BlocksLinear
 from pagestream.engine.runner.block_mover import KernelMover
 from pagestream.engine.runner.kv_cache import KVCache, bytes_per_block
 from pagestream.engine.sampling.choosing import NO_TOKEN, Choice
@@ -147,6 +148,19 @@ def test_tokens_of_int8_pages_equal_those_of_the_codes_themselves(llama, monkeyp
     ours = triton(llama, kv_cache_dtype="int8")
     assert ours.llm_engine.executor._cache.layers[0].k.dtype == torch.int8  # type: ignore[attr-defined]
     assert answers(ours, PROMPTS[1:2], PARAMS[1]) == answers(theirs, PROMPTS[1:2], PARAMS[1])
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_tokens_of_converted_weights_equal_those_of_plain_torch_with_the_weights_unpacked(tmp_path, monkeypatch, quantization):
+    """All linears in the kernel that reads blocks; prompts in chunks, cold and from a warm prefix cache."""
+    path = make_checkpoint("llama", tmp_path, num_hidden_layers=1, intermediate_size=128)
+    ours = triton(path, quantization=quantization)
+    want = answers(plain(path, monkeypatch, quantization=quantization), PROMPTS[:4], PARAMS[:4])
+    assert answers(ours, PROMPTS[:4], PARAMS[:4]) == want
+    assert answers(ours, PROMPTS[:4], PARAMS[:4]) == want
+    assert [answers(ours, [one], [params])[0] for one, params in zip(PROMPTS[:4], PARAMS[:4], strict=True)] == want
+    layer = ours.llm_engine.executor._model._layers[0]  # type: ignore[attr-defined]
+    assert all(isinstance(linear, BlocksLinear) for linear in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float16])

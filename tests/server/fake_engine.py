@@ -255,6 +255,7 @@ class FakeEngine:
         self.chat_template = "messages, tools"
         self.max_model_len = context
         self.allows_faults = allows_faults
+        self.weights_summary = "no weights"
         self.kv_summary = f"KV cache: {NUM_BLOCKS * BLOCK_SIZE:,} tokens"
         self.cache_facts = {"block_size": str(BLOCK_SIZE), "num_gpu_blocks": str(NUM_BLOCKS)}
         self.step_s, self.max_num_seqs, self.max_num_queued = step_s, max_num_seqs, max_num_queued

@@ -47,6 +47,7 @@ def test_version():
         (["--swap-space", "much"], "--swap-space"),
         (["--log-level", "loud"], "--log-level"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
+        (["--quantization", "int3"], "quantization must be one of auto, none, int8, int4"),
         (["--port", "70000"], "70000"),
         (["--host", "256.0.0.1"], "256.0.0.1"),
     ],

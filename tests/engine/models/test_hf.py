@@ -14,6 +14,7 @@ from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.models.hf import TransformersLM, load_transformers
 from pagestream.engine.models.hf_attention import window_of
+from pagestream.engine.models.linear import LinearMakers
 from pagestream.engine.models.loader import open_checkpoint
 from tests.engine.models.oracle import CPU, assert_equals_reference, assert_rows_are_independent
 from tests.engine.models.teacher import alone, random_prompts
@@ -129,7 +130,7 @@ def test_given_linears_are_used_for_every_linear_of_a_transformers_model(checkpo
         made.append(tuple(weight.shape))
         return lambda x: torch.nn.functional.linear(x, weight, bias)
 
-    model = hf_model(checkpoints["opt"], make_linear=make_linear)
+    model = hf_model(checkpoints["opt"], linears=LinearMakers(make_linear, make_linear))
     assert sorted(made) == sorted([(64, 64)] * 8 + [(96, 64), (64, 96)] * 2 + [(VOCAB_SIZE, 64)])
     assert_equals_reference(model, checkpoints["opt"])
 

@@ -152,7 +152,7 @@ def test_a_config_that_can_not_be_served_is_refused(copy: Path, changes: dict[st
 
 
 def test_options_that_can_not_be_honoured_are_refused(copy: Path) -> None:
-    with pytest.raises(StartError, match="quantization 'awq'"):
+    with pytest.raises(StartError, match="quantization must be one of auto, none, int8, int4, not 'awq'"):
         load(copy, quantization="awq")
     with pytest.raises(StartError, match="max_model_len 513 is more than the 512 positions"):
         load(copy, max_model_len=513)
