@@ -157,6 +157,22 @@ class Cursor:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
+    def strings(self, count: int) -> list[str]:
+        """As many calls of string(); kept tight because a vocabulary and its merges have 10^5 of them."""
+        data, offset, found = self.data, self.offset, []
+        for _ in range(count):
+            start = offset + LENGTH.size
+            if start > self.size:
+                break
+            offset = start + LENGTH.unpack_from(data, offset)[0]
+            if offset > self.size:
+                break
+            found.append(data[start:offset].decode("utf-8", errors="replace"))
+        if len(found) < count:
+            raise Corrupt(f"it ends at byte {self.size}, in the middle of an array")
+        self.offset = offset
+        return found
+
     def array_head(self) -> tuple[int, int]:
         return ARRAY_HEAD.unpack(self.take(ARRAY_HEAD.size))
 
@@ -173,7 +189,7 @@ class Cursor:
             self.advance(struct.calcsize("<" + scalar_format(value_type)))
 
     def skip_strings(self, count: int) -> None:
-        """As many calls of string() without the strings; kept tight because a vocabulary and its merges have 10^5 of them."""
+        """As many calls of string() without the strings; kept tight as `strings` is."""
         data, offset, last = self.data, self.offset, self.size - LENGTH.size
         for _ in range(count):
             if offset > last:
@@ -191,7 +207,7 @@ class Cursor:
             return self.scalar(scalar_format(value_type))
         element_type, count = self.array_head()
         if element_type == STRING_TYPE:
-            return [self.string() for _ in range(count)]
+            return self.strings(count)
         code = scalar_format(element_type)
         start = self.advance(count * struct.calcsize("<" + code))
         return np.frombuffer(self.data, dtype=np.dtype("<" + code), count=count, offset=start).tolist()
