@@ -69,9 +69,10 @@ Linear* ps_linear_create_quantised(ps_pool* p, int kind, long n, long k, int pai
 }
 
 // 0 if every weight could be held.
-int ps_quantise(ps_pool* p, int kind, long n, long k, const float* weights, uint8_t* blocks) {
+int ps_quantise(ps_pool* p, int kind, int format, long n, long k, const void* weights, uint8_t* blocks) {
     std::lock_guard<std::mutex> lock(p->pool.in_use());
-    return quantise(p->pool, (QuantKind)kind, n, k, weights, blocks) ? 0 : 1;
+    if (format == F32) return quantise(p->pool, (QuantKind)kind, n, k, static_cast<const float*>(weights), blocks) ? 0 : 1;
+    return quantise(p->pool, (QuantKind)kind, n, k, static_cast<const uint16_t*>(weights), blocks) ? 0 : 1;
 }
 
 void ps_linear_free(Linear* w) { delete w; }

@@ -276,10 +276,11 @@ class CpuOps:
         Raises ValueError for a kind or a number of columns that has no blocks, and for weights that no block holds.
         """
         blocks = empty_blocks(weight, kind)
-        data = _plain(weight, torch.float32)
-        if self.library.ps_quantise(
-            self.pool, GGUF_KINDS[kind].number, blocks.n, blocks.k, data.data_ptr(), blocks.data.data_ptr()
-        ):
+        data = _plain(weight, weight.dtype if weight.dtype in FORMATS else torch.float32)
+        failed = self.library.ps_quantise(
+            self.pool, GGUF_KINDS[kind].number, FORMATS[data.dtype], blocks.n, blocks.k, data.data_ptr(), blocks.data.data_ptr()
+        )
+        if failed:
             raise ValueError(NOT_HELD)
         return blocks
 

@@ -50,15 +50,19 @@ inline bool all_finite(vf x) {
     return true;
 }
 
+inline float as_float(float x) { return x; }
+inline float as_float(uint16_t bf16) { return from_bf16(bf16); }
+
 // Some groups side by side; where there are fewer than W, the last stands in for the missing ones.
 struct Groups {
     vf w[GROUP];
 
-    Groups(const float* source, long count) {
+    template <class Element>  // float or bf16
+    Groups(const Element* source, long count) {
         alignas(64) float turned[GROUP][W];
         for (long lane = 0; lane < W; ++lane) {
-            const float* from = source + std::min(lane, count - 1) * GROUP;
-            for (int i = 0; i < GROUP; ++i) turned[i][lane] = from[i];
+            const Element* from = source + std::min(lane, count - 1) * GROUP;
+            for (int i = 0; i < GROUP; ++i) turned[i][lane] = as_float(from[i]);
         }
         for (int i = 0; i < GROUP; ++i) w[i] = load(turned[i]);
     }
@@ -106,10 +110,9 @@ struct Q4Fit {
     }
 };
 
-inline bool quantise_q4_1(const float* source, long count, uint8_t* blocks) {
+inline bool quantise_q4_1(const Groups& groups, long count, uint8_t* blocks) {
     constexpr int NUM_FITS = 2;
     constexpr float MARGINS[] = {0.0f, 0.05f};
-    const Groups groups(source, count);
     vf low = groups.w[0], high = groups.w[0];
     for (const vf& w : groups.w) low = w < low ? w : low, high = w > high ? w : high;
     Q4Fit best, fit;
@@ -135,8 +138,7 @@ inline bool quantise_q4_1(const float* source, long count, uint8_t* blocks) {
 }
 
 // w = scale * q, the scale from the largest magnitude: at 8 bits there is nothing to gain by cutting anything off.
-inline bool quantise_q8_0(const float* source, long count, uint8_t* blocks) {
-    const Groups groups(source, count);
+inline bool quantise_q8_0(const Groups& groups, long count, uint8_t* blocks) {
     vf most = {}, parts[GROUP];
     for (int i = 0; i < GROUP; ++i) {
         parts[i] = (vf)((vu)groups.w[i] & 0x7fffffffu);
@@ -155,8 +157,9 @@ inline bool quantise_q8_0(const float* source, long count, uint8_t* blocks) {
     return all_finite(total(parts) + scale);
 }
 
-// [n][k] floats to [n][k / 32] blocks; false if some weight is not finite or too large for a block's scale.
-inline bool quantise(Pool& pool, QuantKind kind, long n, long k, const float* source, uint8_t* blocks) {
+// [n][k] floats or bf16 to [n][k / 32] blocks; false if some weight is not finite or too large for a block's scale.
+template <class Element>
+bool quantise(Pool& pool, QuantKind kind, long n, long k, const Element* source, uint8_t* blocks) {
     constexpr long CHUNK_GROUPS = 1024;
     const size_t bytes = gguf_block_bytes(kind);
     const long num_groups = n * (k / GROUP), share = std::max(CHUNK_GROUPS, round_up(ceil_div(num_groups, Pool::MAX_CHUNKS), W));
@@ -165,9 +168,9 @@ inline bool quantise(Pool& pool, QuantKind kind, long n, long k, const float* so
         const long last = std::min(num_groups, (chunk + 1) * share);
         for (long at = chunk * share; at < last; at += W) {
             const long count = std::min<long>(W, last - at);
-            const float* from = source + at * GROUP;
+            const Groups groups(source + at * GROUP, count);
             uint8_t* to = blocks + at * bytes;
-            if (!(kind == GGUF_Q8_0 ? quantise_q8_0(from, count, to) : quantise_q4_1(from, count, to))) good = false;
+            if (!(kind == GGUF_Q8_0 ? quantise_q8_0(groups, count, to) : quantise_q4_1(groups, count, to))) good = false;
         }
     });
     return good;
