@@ -51,6 +51,8 @@ class BeamAnswers:
         )
         self._answers = step.answers
         if step.is_done:
+            if len(step.answers) < self._request.sampling_params.n:
+                raise RuntimeError("the request's parameters leave fewer answers than n")
             self.is_done = True
             return dict.fromkeys(self._live, Verdict((), FinishReason.STOP))
         return self._go_on(step, [sample.seq_id for row in rows for sample in row.samples[1:]])

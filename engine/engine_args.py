@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,9 +93,9 @@ class EngineArgs:
             cache=CacheConfig(
                 block_size=self.block_size,
                 num_kv_blocks=self.num_kv_blocks,
-                kv_cache_memory_bytes=as_bytes(self.kv_cache_memory),
+                kv_cache_memory_bytes=as_bytes("kv_cache_memory", self.kv_cache_memory),
                 gpu_memory_utilization=self.gpu_memory_utilization,
-                swap_space_bytes=as_bytes(self.swap_space),
+                swap_space_bytes=as_bytes("swap_space", self.swap_space),
                 enable_prefix_caching=self.enable_prefix_caching,
                 dtype=self.kv_cache_dtype,
             ),
@@ -120,5 +121,8 @@ class EngineArgs:
         )
 
 
-def as_bytes(gib: float | None) -> int | None:
+def as_bytes(name: str, gib: float | None) -> int | None:
+    """Raises StartError for what is no size at all."""
+    if gib is not None and not math.isfinite(gib):
+        raise StartError(f"{name} must be a number of GiB, not {gib}")
     return None if gib is None else round(gib * GIB)

@@ -43,7 +43,7 @@ from pagestream.engine.runner.kv_cache import BlockMover, KVCache, bytes_per_blo
 from pagestream.engine.runner.model_runner import ModelRunner
 from pagestream.engine.runner.profiling import measure_activations, measure_costs
 from pagestream.engine.sampling.sampler import Sampler
-from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_bytes, weights_summary
+from pagestream.engine.sizing import fitting_length, num_kv_blocks, step_limits, swap_blocks, weights_summary
 from pagestream.engine.text.chat_template import ChatTemplate, read_template
 from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -98,7 +98,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     num_blocks = num_kv_blocks(config.cache, shape, model.kv_dtype, device, activation_bytes(model, limits, config, device))
     max_model_len = fitting_length(max_model_len, config, num_blocks)
     block_size = config.cache.block_size
-    num_swap_blocks = swap_bytes(config, device) // bytes_per_block(shape, block_size, model.kv_dtype)
+    num_swap_blocks = swap_blocks(config, limits, device, bytes_per_block(shape, block_size, model.kv_dtype))
     parts = step_parts(kernels, shape, limits, device)
     cache = KVCache(
         shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, dtype=model.kv_dtype, device=device,

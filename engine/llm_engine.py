@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pagestream.engine.block_ages import BlockAges
-from pagestream.engine.core.errors import InvalidRequest
+from pagestream.engine.core.errors import InvalidRequest, RequestFailed
 from pagestream.engine.core.outputs import FinishReason, RequestOutput
 from pagestream.engine.core.request import Request
 from pagestream.engine.core.sampling_params import SamplingParams
@@ -70,11 +70,16 @@ class LLMEngine:
         *,
         options: RequestOptions | None = None,
     ) -> None:
-        """Check and queue one request.  Raises ClientError, naming the field; then nothing was queued."""
+        """Check and queue one request.
+
+        Raises ClientError, naming the field, and RequestFailed where its text can't be begun; then nothing was queued.
+        """
         if self.scheduler.group(request_id) is not None:
             raise InvalidRequest(f"request_id {request_id!r} is in use", param="request_id")
         params = sampling_params or SamplingParams()
-        self.admit(self.intake.make_request(request_id, prompt, params, arrival_time_s=self._clock(), options=options))
+        told = self.admit(self.intake.make_request(request_id, prompt, params, arrival_time_s=self._clock(), options=options))
+        if told and told[-1].error is not None:
+            raise RequestFailed(told[-1].error)
 
     def admit(self, request: Request) -> list[RequestOutput]:
         """Queue a request that the intake has checked; returns what tokens that an earlier engine generated have to tell.

@@ -40,13 +40,19 @@ def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
     num_seqs = asked.max_num_seqs or min(defaults.max_num_seqs, num_tokens)
     if num_tokens < num_seqs:
         raise StartError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}: each sequence gets a token")
-    if asked.preemption_mode is PreemptionMode.SWAP and swap_bytes(config, device) == 0:
-        raise StartError("preemption_mode swap needs a swap_space above 0")
     if asked.max_num_prefill_tokens is None:
         prefill = defaults.max_num_prefill_tokens, PREFILL_TOKENS_PER_DECODE
     else:
         prefill = asked.max_num_prefill_tokens, 0
     return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, *prefill)
+
+
+def swap_blocks(config: EngineConfig, limits: SchedulerLimits, device: torch.device, block_bytes: int) -> int:
+    """Blocks of the pool in host memory; raises StartError where swapping was asked for and not even one fits."""
+    num_blocks = swap_bytes(config, device) // block_bytes
+    if limits.preemption_mode is PreemptionMode.SWAP and not num_blocks:
+        raise StartError(f"preemption_mode swap needs a swap_space of at least one block, {block_bytes / GIB:.6f} GiB")
+    return num_blocks
 
 
 def swap_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -30,8 +30,8 @@ def count(text: object) -> int:
 
 
 def gib(text: object) -> float:
-    """Gibibytes: 2, 1.5, 512M or 2GiB.  Raises BadParameter."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", str(text).strip().lower())
+    """Gibibytes: 2, 1.5, 512M or 2GiB; that they may not be negative is said with the other limits.  Raises BadParameter."""
+    found = re.fullmatch(r"(-?[0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(?:i?b)?", str(text).strip().lower())
     if not found:
         raise typer.BadParameter(f"{text!r} is not a size such as 2 (GiB), 1.5G or 512M")
     return float(found[1]) * BYTE_UNITS[found[2]] / 2**30
@@ -102,6 +102,8 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         if options[name] < 0:
             raise StartError(f"--{name.replace('_', '-')} must not be negative")
     memory = options["stream_memory"]
+    if memory is not None and memory < 0:
+        raise StartError("--stream-memory must not be negative")
     root_path = options["root_path"].rstrip("/")
     if root_path and not root_path.startswith("/"):
         raise StartError("--root-path must begin with a slash")

@@ -57,8 +57,8 @@ def end_token_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> froz
 
 
 def num_candidates(params: SamplingParams, eos_token_ids: frozenset[int]) -> int:
-    """Continuations of a step that are looked at: so many that `width` go on even where each beam's likeliest ones end."""
-    return params.num_sequences * max(2, 1 + len(end_token_ids(params, eos_token_ids)))
+    """Continuations of one beam that are looked at: so many that `width` of them go on even where all that can end it come first."""
+    return params.num_sequences + len(end_token_ids(params, eos_token_ids))
 
 
 def advance(live: Sequence[Beam], answers: Sequence[Beam], candidates: Sequence[Sequence[Candidate]], rules: BeamRules) -> BeamStep:

@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_BAD_WORDS = 64
 MAX_LENGTH_PENALTY = 16
+MAX_BEAM_STOPS = 256  # so many continuations of each beam are looked at in every step, besides the width
 
 # What beam search goes together with; the first is named where something else was asked for.
 BEAM_VALUES: dict[str, tuple[Any, ...]] = {
@@ -151,6 +152,8 @@ class SamplingParams:
             return
         if self.num_sequences < 2:
             raise InvalidRequest("use_beam_search needs a width of at least 2: best_of or, without it, n", param="use_beam_search")
+        if len(self.stop_token_ids) > MAX_BEAM_STOPS:
+            raise InvalidRequest(f"use_beam_search goes with at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")
         for name, allowed in BEAM_VALUES.items():
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(f"use_beam_search needs {name} {allowed[0]!r}, not {getattr(self, name)!r}", param=name)

@@ -116,6 +116,34 @@ def test_leaving_after_any_step_frees_everything(llm, params):
         assert engine.scheduler.blocks.device.num_free == 200
 
 
+@pytest.mark.parametrize(("ends", "n"), [(range(255), 80), (range(30, 280), 4)], ids=["too few", "enough"])
+def test_beams_of_which_most_may_not_end_yet(tiny_llama, ends, n):
+    """Where parameters leave fewer answers than n the request fails by itself, instead of telling of some and never of others."""
+    llm = LLM(model=str(tiny_llama), dtype="float32", num_kv_blocks=300, max_num_seqs=128)
+    params = SamplingParams(
+        use_beam_search=True, temperature=0, n=n, max_tokens=1, min_tokens=1, ignore_eos=True, stop_token_ids=ends
+    )
+    *_, last = deltas_of(llm, params)
+    assert last.finished
+    assert [answer.index for answer in last.outputs] == list(range(n))
+    reasons = {answer.finish_reason for answer in last.outputs}
+    if n == 80:
+        assert "fewer answers than n" in last.error
+        assert reasons == {FinishReason.ERROR}
+    else:
+        assert reasons == {FinishReason.LENGTH}
+    llm.llm_engine.scheduler.blocks.check()
+    assert llm.llm_engine.scheduler.blocks.device.num_free == 300
+
+
+def deltas_of(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
+    llm.llm_engine.add_request("one", PROMPT, params)
+    found: list[RequestOutput] = []
+    while llm.llm_engine.has_unfinished_requests():
+        found += llm.llm_engine.step()
+    return found
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
@@ -136,6 +164,7 @@ def test_leaving_after_any_step_frees_everything(llm, params):
         ({"early_stopping": 1}, "early_stopping"),
         ({"length_penalty": float("nan")}, "length_penalty"),
         ({"length_penalty": 100}, "length_penalty"),
+        ({"stop_token_ids": range(257)}, "stop_token_ids"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
     ],

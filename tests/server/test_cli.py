@@ -45,6 +45,9 @@ def test_version():
         (["--port", "x"], "--port"),
         (["--max-model-len", "12q"], "--max-model-len"),
         (["--swap-space", "much"], "--swap-space"),
+        (["--swap-space", "-1"], "swap_space must be between 0 and 4096 GiB"),
+        (["--swap-space", "9T"], "swap_space must be between 0 and 4096 GiB"),
+        (["--stream-memory", "-1M"], "--stream-memory"),
         (["--log-level", "loud"], "--log-level"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
         (["--quantization", "int3"], "quantization must be one of auto, none, int8, int4"),
@@ -86,11 +89,16 @@ def test_sizes(text, value):
     assert gib(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "-1", "1e3", "nan", "12q", "١"])
+@pytest.mark.parametrize("text", ["", "k", "-", "--1", "1e3", "nan", "12q", "١"])
 def test_what_is_no_size(text):
     for parse in (count, gib):
         with pytest.raises(typer.BadParameter):
             parse(text)
+
+
+def test_a_count_has_no_sign():
+    with pytest.raises(typer.BadParameter):
+        count("-1")
 
 
 def test_every_engine_option_has_a_flag():

@@ -1,0 +1,130 @@
+"""Options at their ends change how long an answer takes, and nothing of the answer."""
+
+import pytest
+
+from pagestream.engine import LLM, InvalidRequest, RequestFailed, SamplingParams, StartError, fold
+from pagestream.engine.intake import RequestOptions
+
+PROMPTS = [[9], [7, 8] * 9, [11, 12, 13] * 21, [5] * 16]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=1, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, seed=4, max_tokens=40, logprobs=1, ignore_eos=True)
+
+
+def llm(folder, **options):
+    return LLM(**{"model": str(folder), "num_kv_blocks": 60, "max_model_len": 256, **options})
+
+
+def answers(engine, params):
+    outputs = engine.generate(prompt_token_ids=PROMPTS, sampling_params=params, use_tqdm=False)
+    blocks = engine.llm_engine.scheduler.blocks
+    blocks.check()
+    assert blocks.device.num_free == blocks.device.num_blocks
+    return [output.outputs for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def usual(tiny_llama):
+    engine = llm(tiny_llama)
+    return {params: answers(engine, params) for params in (GREEDY, SEEDED)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 3},
+        {"max_num_prefill_tokens": 1},
+        {"block_size": 48, "num_kv_blocks": 20},
+        {"block_size": 256, "num_kv_blocks": 4},
+        {"block_size": 1024, "num_kv_blocks": 1},
+        {"num_kv_blocks": 7, "swap_space": 0},
+        {"num_kv_blocks": 7, "swap_space": 0.001, "preemption_mode": "swap"},
+        {"scheduling_policy": "priority", "num_kv_blocks": 8},
+        {"enable_prefix_caching": False, "num_kv_blocks": 7},
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
+)
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_answers_are_the_usual_ones(tiny_llama, usual, options, params):
+    assert answers(llm(tiny_llama, **options), params) == usual[params]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"n": 3}, "n"), ({"best_of": 3}, "best_of"), ({"n": 3, "use_beam_search": True, "temperature": 0}, "n")]
+)
+def test_more_answers_than_may_run_at_once_are_refused_by_name(tiny_llama, fields, param):
+    with pytest.raises(InvalidRequest, match="at most 2 sequences at once") as refused:
+        llm(tiny_llama, max_num_seqs=2).generate(prompt_token_ids=[[1]], sampling_params=SamplingParams(**fields))
+    assert refused.value.param == param
+
+
+def test_equal_priorities_are_served_in_the_order_of_arrival(tiny_llama):
+    engine = llm(tiny_llama, scheduling_policy="priority", max_num_seqs=1).llm_engine
+    for request_id, priority in (("b", 1), ("a", 1), ("urgent", -5), ("c", 1), ("late", 2)):
+        engine.add_request(request_id, [9], SamplingParams(max_tokens=1), options=RequestOptions(priority=priority))
+    order = []
+    while engine.has_unfinished_requests():
+        order += [output.request_id for output in engine.step() if output.finished]
+    assert order == ["urgent", "b", "a", "c", "late"]
+
+
+def test_best_of_with_a_stop_string_ranks_answers_that_end_at_different_lengths(tiny_llama):
+    engine = llm(tiny_llama)
+    asked = {"temperature": 1, "seed": 8, "max_tokens": 60, "ignore_eos": True, "logprobs": 0}
+    (plain,) = engine.generate(prompt_token_ids=[PROMPTS[1]], sampling_params=SamplingParams(**asked, n=6), use_tqdm=False)
+    stops = [plain.outputs[1].text[8:10], plain.outputs[4].text[20:23]]
+    (every,) = engine.generate(prompt_token_ids=[PROMPTS[1]], sampling_params=SamplingParams(**asked, n=6, stop=stops), use_tqdm=False)
+    (best,) = engine.generate(
+        prompt_token_ids=[PROMPTS[1]], sampling_params=SamplingParams(**asked, n=3, best_of=6, stop=stops), use_tqdm=False
+    )
+    assert len({len(answer.token_ids) for answer in every.outputs}) > 1, "all are as long: the test shows nothing"
+    ranked = sorted(every.outputs, key=lambda answer: -sum(entry.logprob for entry in answer.logprobs))
+    assert [(answer.text, answer.stop_reason) for answer in best.outputs] == [(answer.text, answer.stop_reason) for answer in ranked[:3]]
+    assert best.usage.num_output_tokens == sum(len(answer.token_ids) for answer in every.outputs)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True)], ids=["one", "forked"])
+def test_who_is_swapped_out_may_leave(tiny_llama, usual, params):
+    engine = llm(tiny_llama, num_kv_blocks=8, swap_space=0.01, preemption_mode="swap").llm_engine
+    scheduler = engine.scheduler
+    engine.add_request("stays", PROMPTS[2], GREEDY)
+    num_left = 0
+    parts = []
+    for number in range(40):
+        engine.add_request(f"leaves{number}", PROMPTS[0], params)
+        if engine.scheduler.group("stays") is None:
+            break
+        for _ in range(2):
+            parts += [output for output in engine.step() if output.request_id == "stays"]
+        for group in list(scheduler.swapped):
+            num_left += len(engine.abort_request(group.request.request_id))
+            scheduler.blocks.check()
+    assert num_left > 0, "nobody was swapped out: the test shows nothing"
+    engine.abort_request([f"leaves{number}" for number in range(40)])
+    while engine.has_unfinished_requests():
+        parts += engine.step()
+    assert fold(parts).outputs == usual[GREEDY][2]
+    assert (scheduler.blocks.device.num_free, scheduler.blocks.host.num_free) == (8, scheduler.blocks.host.num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("value", "limits"),
+    [(-1, "between 0 and 4096 GiB"), (10_000, "between 0 and 4096 GiB"), (float("nan"), "a number"), (float("inf"), "a number")],
+)
+def test_a_swap_space_that_makes_no_sense_is_refused_with_its_limits(tiny_llama, value, limits):
+    with pytest.raises(StartError, match=f"swap_space must be {limits}"):
+        llm(tiny_llama, swap_space=value)
+
+
+def test_swap_needs_room_for_a_block(tiny_llama):
+    with pytest.raises(StartError, match="swap_space"):
+        llm(tiny_llama, swap_space=1e-9, preemption_mode="swap")
+
+
+def test_a_text_that_can_not_be_begun_is_an_error_at_once(tiny_llama, monkeypatch):
+    engine = llm(tiny_llama)
+    monkeypatch.setattr("pagestream.engine.output_processor.StopStrings", lambda *_, **__: 1 / 0)
+    with pytest.raises(RequestFailed, match="division"):
+        engine.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
+    assert not engine.llm_engine.has_unfinished_requests()
