@@ -97,6 +97,19 @@ def test_the_server_uses_the_engines_public_names_only():
             assert not module.startswith("pagestream.engine."), f"{path} imports {module}: import it from pagestream.engine"
 
 
+def test_kernels_import_tensors_and_triton_only():
+    """And numpy, for tables on the host."""
+    for path in sources("kernels"):
+        for module in imports_of(path):
+            head = module.partition(".")[0]
+            assert head in sys.stdlib_module_names | {"torch", "triton", "numpy", "pagestream"}, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", ["engine/core/scheduler.py", "engine/async_llm_engine.py", "engine/llm_engine.py", "server/sse.py"])
+def test_the_way_of_every_token_knows_no_feature(path):
+    assert not [module for module in imports_of(ROOT / path) if module.startswith("pagestream.engine.features")]
+
+
 def test_core_knows_no_feature_by_name():
     for path in sources("engine/core"):
         text = path.read_text(encoding="utf-8").lower()

@@ -1,5 +1,7 @@
 """An optimisation changes time, never tokens, and nobody's answer depends on company: the same bits, whatever is switched on."""
 
+import random
+
 import pytest
 
 from pagestream.engine import LLM, SamplingParams
@@ -49,6 +51,8 @@ def solo(plain):
 class TestSameBits:
     def test_in_a_batch_of_16(self, plain, solo, params):
         assert answers(plain, prompts(16), params) == solo[params]  # and with a warm prefix cache
+        order = random.Random(5).sample(range(16), 16)
+        assert answers(plain, [prompts(16)[index] for index in order], params) == [solo[params][index] for index in order]
 
     def test_in_a_cold_batch_without_prefix_cache(self, dtype, solo, params):
         engine = llm(dtype=dtype, enable_prefix_caching=False)

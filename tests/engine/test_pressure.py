@@ -64,6 +64,18 @@ def test_eight_answers_to_a_long_prompt_share_its_blocks_and_its_time():
     assert shared.cpu_s < separate.cpu_s / 2
 
 
+def test_a_short_request_beside_a_prompt_of_3000_tokens_has_its_first_token_before_it():
+    engine = LLM(num_kv_blocks=400).llm_engine
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request("long", [100 + place % 997 for place in range(3000)], params)
+    engine.step()
+    engine.add_request("short", [100, 101, 102], params)
+    told: list[str] = []
+    while engine.has_unfinished_requests():
+        told += [output.request_id for output in engine.step()]
+    assert told.index("short") < told.index("long")
+
+
 class Listener:
     """Sums up what the engine tells."""
 

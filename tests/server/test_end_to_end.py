@@ -102,6 +102,19 @@ def test_the_likeliest_of_several_answers_come_back(live: Live):
     assert best["usage"]["completion_tokens"] == 32
 
 
+def test_the_context_has_an_exact_end(live: Live):
+    limit = live.engine.max_model_len
+    for stream in (False, True):
+        assert live.complete(prompt=[40] * (limit - 1), max_tokens=1, stream=stream).status_code == 200
+        for length in (limit, limit + 1):
+            error = refusal_of(live.complete(prompt=[40] * length, max_tokens=1, stream=stream))
+            assert error["code"] == "context_length_exceeded"
+            assert all(str(number) in error["message"] for number in (length, 1, limit))
+    assert live.complete(prompt=[40] * (limit - 1), max_tokens=1).json()["usage"]["prompt_tokens"] == limit - 1
+    full = both_ways(live, prompt=[40] * limit, max_tokens=0)  # scored, at most, but nothing is to follow
+    assert full["usage"]["total_tokens"] == limit
+
+
 def test_stops_are_cut_wherever_they_lie(live: Live):
     fields = {"prompt": "the quick brown fox", **GREEDY}
     text = live.complete(**fields).json()["choices"][0]["text"]
@@ -177,6 +190,26 @@ def test_a_seed_gives_its_text_beside_unseeded_neighbours_that_differ(live: Live
     assert answers.pop(9) == alone
     assert answers.pop(4) == alone
     assert len({answer[0]["text"] for answer in answers}) == len(answers)
+
+
+def test_a_seed_gives_its_text_while_neighbours_come_and_leave(live: Live):
+    seeded = {"prompt": "Tell", "temperature": 1, "max_tokens": 200, "ignore_eos": True, "seed": 7}
+    alone = live.complete(**seeded).json()["choices"]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(live.complete, **seeded) for _ in range(2)]
+        for number in range(8):
+            sock = live.connect({"prompt": "Tell", "temperature": 1, "max_tokens": 300, "ignore_eos": True, "stream": True})
+            raw = b""
+            while raw.count(b"data: ") < number % 3:
+                raw += sock.recv(4096)
+            sock.close()
+        assert [call.result().json()["choices"] for call in calls] == [alone, alone]
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**63 - 1, -(2**63)])
+def test_every_seed_that_is_taken_is_one(live: Live, seed):
+    asked = {"prompt": "Tell", "temperature": 1, "max_tokens": 12, "ignore_eos": True, "seed": seed}
+    both_ways(live, **asked)
 
 
 @pytest.mark.parametrize(

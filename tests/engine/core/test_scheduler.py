@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagestream.engine.core.block_manager import BlockManager
 from pagestream.engine.core.config import PreemptionMode, SchedulerLimits, SchedulingPolicy
 from pagestream.engine.core.outputs import FinishReason
-from pagestream.engine.core.preemption import MAX_PREEMPTIONS_BEFORE_SPARED
+from pagestream.engine.core.preemption import MAX_PREEMPTIONS_BEFORE_SPARED, PreemptionCosts
 from pagestream.engine.core.scheduler import Scheduler
 from pagestream.engine.core.stopping import most_blocks, most_tokens
 from tests.engine.core.fake_run import BLOCK_SIZE, FakeRun, make_request, solo_answers
@@ -123,6 +123,34 @@ def test_the_oldest_moves_in_every_step(mode):
         for group in before:
             if group.unfinished:
                 assert [(one.seq_id, one.num_computed_tokens) for one in group.unfinished] != state
+
+
+@pytest.mark.parametrize("order", [["small", "large"], ["large", "small"]], ids=" ".join)
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_the_one_whose_loss_costs_least_gives_way(mode, order):
+    scheduler = make_scheduler(15, swap=30, mode=mode, cache=False, budget=64)
+    run = FakeRun(scheduler)
+    prompts = {"first": [1] * 12, "small": [2] * 4, "large": [3] * 24}
+    for request_id in ("first", *order):
+        run.add(make_request(request_id, prompts[request_id], 24))
+    groups = {request_id: scheduler.group(request_id) for request_id in prompts}
+    while not any(group.timeline.num_preemptions for group in groups.values()):
+        run.step()
+    assert [request_id for request_id, group in groups.items() if group.timeline.num_preemptions] == ["small"]
+    run.run()
+
+
+@pytest.mark.parametrize(("copy_s", "is_swapped"), [(0.001, True), (0.999, True), (2.001, False), (50.0, False)])
+def test_auto_takes_the_way_that_costs_less(copy_s, is_swapped):
+    """Both ways of a block against its tokens at most, of which a table has up to BLOCK_SIZE - 1 fewer than room for."""
+    costs = PreemptionCosts(recompute_s_per_token=1.0, copy_s_per_block=copy_s)
+    scheduler = Scheduler(SchedulerLimits(8, 64), BlockManager(14, BLOCK_SIZE, num_swap_blocks=40), costs)
+    run = FakeRun(scheduler)
+    for number in range(6):
+        run.add(make_request(str(number), [number] * (BLOCK_SIZE * 2 - 1), 20))
+    run.run()
+    counters = scheduler.counters
+    assert (counters.num_preempted_swap > 0, counters.num_preempted_recompute > 0) == (is_swapped, not is_swapped)
 
 
 def test_lowest_priority_gives_way_first():
