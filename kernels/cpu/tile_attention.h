@@ -77,13 +77,22 @@ public:
     long first_split() const { return first_key() / SPLIT; }
     long last_split() const { return last_key() / SPLIT; }
 
-    // Writes what the rows see of one split's keys.  `next`: whose keys are wanted afterwards, to be fetched meanwhile.
-    void attend(long split, const Softmax& state, SplitScratch& scratch, const TileAttention* next) {
+    long rows() const { return tile_.rows; }
+    const QueryTile& tile() const { return tile_; }
+
+    // Asks for what comes after a split, all groups of it: a few rows leave the processor waiting for keys and values, which lie
+    // wherever their pages are, so that it cannot foresee them itself.  `next`: whose keys are wanted after the last split.
+    void fetch_after(long split, const TileAttention& next) const {
+        if (tile_.rows > TILE) return;
+        split < last_split() ? fetch((split + 1) * SPLIT) : next.fetch(next.first_key() / GRANULE * GRANULE);
+    }
+
+    // Writes what the rows see of one split's keys.
+    void attend(long split, const Softmax& state, SplitScratch& scratch) {
         s_ = &scratch;
         from_ = std::max(first_key() / GRANULE * GRANULE, split * SPLIT);
         granules_ = ceil_div(std::min(last_key() + 1, (split + 1) * SPLIT) - from_, GRANULE);
         for (long g = 0; g < granules_; ++g) find(g);
-        if (tile_.rows <= TILE) fetch_ahead(next);
         if (pages_.format == F32) vector_split<F32Lane>(state);
         else
 #if PS_AMX
@@ -130,22 +139,18 @@ private:
         values_[g] = s_->padded_values[g];
     }
 
-    long granule_at(long key) const { return pages_.granule(table_[key / pages_.block_size], tile_.group, key % pages_.block_size); }
-
-    // A few rows leave the processor waiting for keys and values: pages lie anywhere, so it cannot foresee them itself.
-    void fetch_ahead(const TileAttention* next) const {
+    void fetch(long first_key) const {
         const size_t bytes = pages_.granule_lanes() * 4;
-        for (long g = 0; g < granules_; ++g)
-            for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(values_[g]) + at);
-        const bool here = from_ + granules_ * GRANULE <= last_key();
-        const TileAttention* who = here ? this : next;
-        if (!who) return;
-        const long key = here ? from_ + granules_ * GRANULE : who->first_key() / GRANULE * GRANULE;
-        for (long k = key; k <= who->last_key() && k < key + SPLIT; k += GRANULE) {
-            const char* keys = static_cast<const char*>(pages_.k) + who->granule_at(k) * 4;
-            for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(keys + at);
-        }
+        for (long key = first_key; key <= last_key() && key < first_key + SPLIT; key += GRANULE)
+            for (const void* pages : {pages_.k, pages_.v})
+                for (long group = 0; group < pages_.num_heads; ++group) {
+                    const char* granule = static_cast<const char*>(pages) + granule_at(key, group) * 4;
+                    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(granule + at, 0, 2);
+                }
     }
+
+    long granule_at(long key) const { return granule_at(key, tile_.group); }
+    long granule_at(long key, long group) const { return pages_.granule(table_[key / pages_.block_size], group, key % pages_.block_size); }
 
     // ---- the softmax of a split ----------------------------------------------------------------------------------------
 
