@@ -197,18 +197,24 @@ inline float exp(float x) { return exp(splat(x))[0]; }
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Not below about 2^-100, so that no
-// later product is subnormal: those take a hundred times as long.
+// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Where products would see a subnormal
+// result, not below about 2^-100: those take a hundred times as long.
 inline vf exp2_coarse(vf x) {
+#if !PS_BF16_DOT
     x = at_least(x, splat(-100.0f));
+#endif
+#if PS_LANES == 16
+    const vf r = (vf)_mm512_reduce_ps((__m512)x, 0x09);  // what is above the integer below
+    vf p = fma(splat(0.07802411f), r, splat(0.2260679f));
+    p = fma(p, r, splat(0.69583317f));
+    p = fma(p, r, splat(0.99992526f));
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
     const vf shifted = x + splat(12582912.0f), n = shifted - splat(12582912.0f);  // the nearest integer, as in exp
     const vf r = x - n;
     vf p = fma(splat(0.055171646f), r, splat(0.24261114f));
     p = fma(p, r, splat(0.69326097f));
     p = fma(p, r, splat(0.99992806f));
-#if PS_LANES == 16
-    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
     return p * (vf)(((vi)shifted << 23) + 0x3f800000);
 #endif
 }
