@@ -77,7 +77,7 @@ def create_app(
             if metrics.tracing is not None:
                 await asyncio.to_thread(metrics.tracing.shutdown)
 
-    app = bare_app(lifespan=lifespan, root_path=settings.root_path)
+    app = bare_app(lifespan=lifespan)
     app.state.engine = engine
     app.state.settings = settings
     app.state.metrics = metrics
@@ -100,7 +100,7 @@ def create_app(
     if settings.otlp_endpoint:
         metrics.tracing = Tracing(settings.otlp_endpoint, settings.name)
         app.add_middleware(TraceRequests, tracing=metrics.tracing)
-    app.add_middleware(RequestContext, metrics=metrics)
+    app.add_middleware(RequestContext, metrics=metrics, root_path=settings.root_path)
     return app
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.errors import HttpError
@@ -23,6 +24,7 @@ IDEMPOTENCY_KEY = "idempotency-key"
 MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
 
 Wire = TypeVar("Wire", bound=WireModel)
+Location = tuple[int | str, ...]
 
 
 async def read_body(request: Request, wire: type[Wire], max_body_bytes: int) -> Wire:
@@ -121,14 +123,12 @@ def check(wire: type[Wire], fields: dict[str, Any]) -> Wire:
     try:
         return wire.model_validate(fields)
     except ValidationError as error:
-        raise as_refusal(error, wire) from None
+        raise as_refusal(error, wire, fields) from None
 
 
-def as_refusal(error: ValidationError, wire: type[BaseModel]) -> InvalidRequest:
-    # A misspelt field first: it is likelier the cause of the other faults than their company.
-    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
-    fault = faults[0]
-    param = path_of(fault["loc"])
+def as_refusal(error: ValidationError, wire: type[BaseModel], fields: dict[str, Any]) -> InvalidRequest:
+    fault, steps = likeliest(error, fields)
+    param = path_of(steps)
     if fault["type"] == "extra_forbidden":
         name = str(fault["loc"][-1])
         near = difflib.get_close_matches(name[:64], wire.model_fields, n=1) if len(fault["loc"]) == 1 else []
@@ -141,11 +141,45 @@ def as_refusal(error: ValidationError, wire: type[BaseModel]) -> InvalidRequest:
         if isinstance(refusal, InvalidRequest):
             return refusal
         return InvalidRequest(str(refusal), param=param or None)
+    if fault["type"] == "union_tag_invalid":
+        return InvalidRequest(f"{param}.type must be one of {fault['ctx']['expected_tags']}", param=f"{param}.type")
+    if fault["type"] == "model_type":
+        return InvalidRequest(f"{param} must be an object, not {shown(fault['input'])}", param=param)
     message = fault["msg"].replace("Input should be", "must be", 1)
     return InvalidRequest(f"{param} {message}, not {shown(fault['input'])}", param=param)
 
 
-def path_of(location: tuple[int | str, ...]) -> str:
+def likeliest(error: ValidationError, fields: dict[str, Any]) -> tuple[ErrorDetails, Location]:
+    """The fault to tell, and where it is."""
+    told = [(fault, steps_within(fields, fault)) for fault in error.errors(include_url=False)]
+    # A misspelt field first: it is likelier the cause of the other faults than their company.
+    for fault, steps in told:
+        if fault["type"] == "extra_forbidden" and len(steps) == len(fault["loc"]):
+            return fault, steps
+    # What may be of several kinds has a fault for each of them: the kind that was meant is the one that fits furthest.
+    _, first = told[0]
+    beside = [each for each in told if each[1][: len(first)] == first]
+    return max(beside, key=lambda each: (len(each[1]), each[0]["type"] != "extra_forbidden"))
+
+
+def steps_within(value: Any, fault: ErrorDetails) -> Location:
+    """The fault's location in the body itself, without the names of the kinds that were tried there."""
+    steps: list[int | str] = []
+    *inner, last = fault["loc"] or ("",)
+    for step in inner:
+        if has(value, step):
+            steps.append(step)
+            value = value[step]
+    if last != "" and (has(value, last) or fault["type"] == "missing"):
+        steps.append(last)
+    return tuple(steps)
+
+
+def has(value: Any, step: int | str) -> bool:
+    return isinstance(step, int) if isinstance(value, list) else isinstance(value, dict) and step in value
+
+
+def path_of(location: Location) -> str:
     """messages[0].content for ('messages', 0, 'content')."""
     path = ""
     for step in location:

@@ -26,17 +26,21 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 class RequestContext:
     """Outermost.  The client's X-Request-Id comes back on every response, errors included; without one it gets a fresh one.
 
-    Inside, requests are known by ids of our own, since clients may send the same id twice; the log line has both.
+    Inside, requests are known by ids of our own, since clients may send the same id twice; the log line has both.  `root_path` is
+    what a proxy serves this server under: it may come along in a path or be cut off on the way.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics):
+    def __init__(self, app: ASGIApp, metrics: Metrics, root_path: str = ""):
         self.app = app
         self.metrics = metrics
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.root_path:
+            scope["root_path"] = self.root_path
         request_id = client_request_id(scope) or uuid.uuid4().hex
         status, start_s, num_sent_bytes = CLIENT_LEFT, time.monotonic(), 0
 

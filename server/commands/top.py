@@ -19,7 +19,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_
 ORDER = ("running", "swapped", "waiting")
 STATE_COLOURS = {"running": "green", "swapped": "magenta", "waiting": "yellow"}
 PARTS = ("schedule", "forward", "sample", "detokenize")
-MAX_CELLS = 1200  # more blocks than that are shown several to a cell
+MAX_CELLS = 1200  # more blocks than that, or than a third of the screen has room for, are shown several to a cell
 
 
 def top(
@@ -46,7 +46,8 @@ def top(
                     rates.take(state.engine)
                     if time.monotonic() - shown_s >= 0.2:
                         shown_s = time.monotonic()
-                        live.update(picture(state, rates), refresh=True)
+                        width, height = live.console.size
+                        live.update(picture(state, rates, max(1, (width - 4) * (height // 3))), refresh=True)
         except KeyboardInterrupt:
             pass
 
@@ -76,17 +77,19 @@ class Rates:
         self._last = dict(engine)
 
 
-def picture(state: EngineState, rates: Rates) -> RenderableType:
+def picture(state: EngineState, rates: Rates, most_cells: int = MAX_CELLS) -> RenderableType:
+    """`most_cells` is what there is room for: the requests below the blocks should be seen too."""
     from rich.console import Group
     from rich.panel import Panel
 
     engine = state.engine
     parts: list[RenderableType] = [Panel(heading(state, rates), title="pagestream", title_align="left", border_style="dim")]
     free = f"{engine['num_free']:,} of {engine['num_blocks']:,} free"
-    parts.append(Panel(grid(state.blocks, engine["num_blocks"]), title=f"KV blocks, {free}", title_align="left", border_style="dim"))
+    parts.append(Panel(grid(state.blocks, engine["num_blocks"], most_cells), title=f"KV blocks, {free}", title_align="left", border_style="dim"))
     if engine["num_swap_blocks"]:
         free = f"{engine['num_swap_free']:,} of {engine['num_swap_blocks']:,} free"
-        parts.append(Panel(grid(state.swap, engine["num_swap_blocks"]), title=f"swap pool, {free}", title_align="left", border_style="dim"))
+        swap = grid(state.swap, engine["num_swap_blocks"], most_cells // 2)
+        parts.append(Panel(swap, title=f"swap pool, {free}", title_align="left", border_style="dim"))
     parts.append(requests_table(state))
     return Group(*parts)
 
@@ -111,11 +114,11 @@ def colour_of(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def grid(blocks: dict[int, list[Any]], num_blocks: int) -> Text:
+def grid(blocks: dict[int, list[Any]], num_blocks: int, most_cells: int = MAX_CELLS) -> Text:
     """█ held, ▓ shared, ░ free but cached, · free."""
     from rich.text import Text
 
-    per_cell = -(-num_blocks // MAX_CELLS)
+    per_cell = -(-num_blocks // max(1, min(MAX_CELLS, most_cells)))
     text = Text()
     for first in range(0, num_blocks, per_cell):
         # Where a cell stands for several blocks, it shows the one that most hold on to.

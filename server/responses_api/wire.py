@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from pagestream.server.body import check
 from pagestream.server.fields import Count, Flag, Real, Several, Text, WireModel, at_most
@@ -53,6 +53,18 @@ class FunctionCallOutput(WireModel):
 
     def as_chat(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+def item_kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(item_kind),
+]
 
 
 class FunctionTool(WireModel):
@@ -115,7 +127,7 @@ class ResponsesRequest(WireModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": "Name a fruit.", "max_output_tokens": 32}})
 
     model: Text = Field(description="A name that GET /v1/models lists.")
-    input: Text | Several[InputMessage | FunctionCall | FunctionCallOutput] = Field(min_length=1)
+    input: Text | Several[Item] = Field(min_length=1)
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: Count | None = Field(None, ge=1, description="Without it, what the context has room for.")
     temperature: Real | None = Field(1.0, ge=0, le=2)

@@ -79,13 +79,14 @@ export class Parameters {
   }
 
   #field(name, described) {
-    const shape = (described.anyOf ?? [described]).find((each) => each.type && each.type !== "null") ?? {};
+    const shapes = (described.anyOf ?? [described]).filter((each) => each.type && each.type !== "null");
+    const shape = shapes[0] ?? {};
     const start = STARTS[name] ?? described.default ?? null;
     const id = `parameter-${name}`;
     const box = make("div", { className: "field" });
     const label = make("label", { htmlFor: id }, name.replaceAll("_", " "));
     let field;
-    if (described.enum) field = choice(id, box, label, described.enum.filter((value) => value !== null));
+    if (shapes.some((each) => each.enum)) field = choice(id, box, label, shapes.flatMap(valuesOf));
     else if (shape.type === "boolean") field = flag(id, box, label);
     else if (name === "stop") field = text(id, box, label);
     else field = number(id, box, label, shape);
@@ -99,6 +100,11 @@ export class Parameters {
     this.fields.set(name, { ...field, box, start: own });
     return box;
   }
+}
+
+/** All that a shape allows, where that can be listed. */
+function valuesOf(shape) {
+  return shape.enum ?? (shape.type === "boolean" ? [true, false] : []);
 }
 
 function flag(id, box, label) {

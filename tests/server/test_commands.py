@@ -21,7 +21,7 @@ from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
 from pagestream.server import __main__ as command
 from pagestream.server.commands.batch_file import Answers, count_requests
 from pagestream.server.commands.engine_state import EngineState
-from pagestream.server.commands.top import Rates, picture
+from pagestream.server.commands.top import Rates, grid, picture
 from pagestream.server.live import encode_event
 from pagestream.server.logs import JsonFormatter, start_logging
 from pagestream.server.metrics import Metrics
@@ -195,6 +195,9 @@ def test_top_shows_blocks_and_queues():
     assert (rates.tokens_per_s, rates.prompt_tokens_per_s, rates.step_s) == (50, 100, 0.05)
     text = io.StringIO()
     Console(file=text, width=110).print(picture(state, rates))
+    small = io.StringIO()
+    Console(file=small, width=40).print(grid(state.blocks, 10_000, 150))
+    assert 100 < small.getvalue().count("·") <= 150
     shown = text.getvalue()
     assert "█▓·█··" in shown
     assert "3 of 6 free" in shown

@@ -79,6 +79,8 @@ def test_every_route_but_the_public_ones_needs_a_key(start, root_path):
                 assert live.client.get(prefix + path, headers=headers).status_code == 401
         for path in ("/health", "/livez", "/readyz", "/version", "/metrics", "/openapi.json"):
             assert live.client.get(prefix + path).status_code == 200, path
+    described = live.client.get("/openapi.json").json()
+    assert described.get("servers", [{"url": ""}]) == [{"url": root_path}]
 
 
 def test_keys_come_from_a_file_too(tmp_path: Path):

@@ -241,7 +241,8 @@ def test_refused_requests_leave_a_running_stream_as_it_was(live: Live):
 def test_a_reader_who_leaves_frees_everything(live: Live, num_chunks, fields):
     finished = 'vllm:request_success_total{engine="0",finished_reason="abort"'
     before = live.metric(finished)
-    body: dict[str, Any] = {"prompt": "the quick brown fox", "max_tokens": 480, "ignore_eos": True, **fields}
+    pause = {"kind": "slow", "at_token": 100, "seconds": 2}  # so that no answer ends before its reader was seen to leave
+    body: dict[str, Any] = {"prompt": "the quick brown fox", "max_tokens": 480, "ignore_eos": True, "x_fault": pause, **fields}
     sock = live.connect({**body, "stream": True})
     raw = b""
     while raw.count(b"data: ") < num_chunks:

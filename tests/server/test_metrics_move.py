@@ -94,7 +94,8 @@ def run_script(live: Live, metrics: Metrics, account: Account) -> None:
         assert all(call.result() for call in calls)
     for kind in ("nan", "raise"):
         account.complete(live, prompt="A fault", max_tokens=20, ignore_eos=True, x_fault={"kind": kind, "at_token": 3})
-    with live.connect({"prompt": "Who leaves", "max_tokens": 300, "ignore_eos": True, "stream": True}) as left:
+    pause = {"kind": "slow", "at_token": 100, "seconds": 2}  # so that the answer does not end before its reader was seen to leave
+    with live.connect({"prompt": "Who leaves", "max_tokens": 300, "ignore_eos": True, "stream": True, "x_fault": pause}) as left:
         left.recv(200)
     live.until(lambda: live.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1, "the abort")
     chunks = resumed_stream(live)

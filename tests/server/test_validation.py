@@ -446,5 +446,33 @@ def test_faults_are_injected_only_where_the_server_was_started_for_it(start):
     assert refusal_of(server.complete(prompt="a", x_fault={"kind": "raise"}))["param"] == "x_fault"
 
 
+F = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (CHAT, {"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"tools": [F], "tool_choice": "sometimes"}, "tool_choice"),
+        (CHAT, {"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        (CHAT, {"logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ("/v1/messages", {"system": 5}, "system"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
+    ],
+)
+def test_a_field_of_several_kinds_is_refused_by_its_place_in_the_body(live: Live, path, fields, param):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} if path != "/v1/responses" else {}
+    error = refusal_of(live.post(path, **body | fields))
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
 def test_refusals_admit_nothing(live: Live):
     assert live.on_loop(lambda: list(live.engine.streams)) == []
