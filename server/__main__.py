@@ -41,7 +41,7 @@ from pagestream.server.logs import start_logging
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
 from pagestream.server.replay_command import replay_command
-from pagestream.server.serving import bind, bind_unix, check_tls, serve_until_ended
+from pagestream.server.serving import bind, bind_unix, check_tls, serve_until_ended, without_collections
 from pagestream.server.settings import ServerSettings
 from pagestream.server.simulate_command import simulate_command
 from pagestream.server.tracing import check_tracing
@@ -198,10 +198,11 @@ def serve(
     if tls is not None:
         check_tls(tls)
     with bind(host, port, slow_reader_timeout) if uds is None else bind_unix(uds) as bound:
-        from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
-
         metrics = Metrics(settings.name)
-        engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
+        with without_collections():
+            from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
+
+            engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
         opened = None if journal is None else Journal(journal, asdict(engine_args))
         scheme = "http" if tls is None else "https"
         where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
