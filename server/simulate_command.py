@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,6 +137,8 @@ def find_load(
         raise StartError("give either --trace FILE or --generate COUNT")
     if (rate is None) == (load is None):
         raise StartError("--generate needs either --rate or --load")
+    if load is not None and not 0 < load < math.inf:
+        raise StartError(f"--load must be a share above 0, not {load:g}")
     limit = capacity(machine, replace(kind, num_requests=min(generate, CAPACITY_SAMPLE)).requests())
     if load is not None and not limit:
         raise StartError("none of these requests fits the pool, so --load means nothing; give --num-kv-blocks a larger number")

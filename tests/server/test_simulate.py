@@ -30,6 +30,8 @@ def test_generates_writes_and_replays_a_trace(tmp_path):
         ((), "--trace"),
         (("--generate", "5"), "--rate"),
         (("--generate", "5", "--rate", "0"), "rate"),
+        (("--generate", "5", "--load", "-1"), "--load must be a share above 0, not -1"),
+        (("--generate", "5", "--load", "nan"), "--load"),
         (("--generate", "5", "--rate", "1", "--preemption-mode", "never"), "--preemption-mode"),
         (("--trace", "/does/not/exist.jsonl"), "exist.jsonl"),
         (("--generate", "5", "--rate", "1", "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "max_num_batched_tokens"),
