@@ -125,6 +125,24 @@ def test_the_oldest_moves_in_every_step(mode):
                 assert [(one.seq_id, one.num_computed_tokens) for one in group.unfinished] != state
 
 
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_who_has_become_the_oldest_while_he_was_out_is_back_at_once(mode):
+    """Never the first in line when he had to give way, he may be when those before him have ended."""
+    num_still = num_steps = 0
+    for num_blocks in range(13, 30):
+        run, _ = crowded(num_blocks=num_blocks, swap=30, mode=mode)
+        scheduler, num_still_now = run.scheduler, 0
+        while scheduler.num_unfinished:
+            oldest = min((*scheduler.running, *scheduler.waiting, *scheduler.swapped), key=lambda group: group.order)
+            before = [(one.seq_id, one.num_computed_tokens) for one in oldest.unfinished]
+            run.step()
+            num_still_now = num_still_now + 1 if [(one.seq_id, one.num_computed_tokens) for one in oldest.unfinished] == before else 0
+            assert num_still_now <= 1
+            num_still += num_still_now
+        num_steps += run.num_steps
+    assert num_still <= num_steps / 100
+
+
 @pytest.mark.parametrize("order", [["small", "large"], ["large", "small"]], ids=" ".join)
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 def test_the_one_whose_loss_costs_least_gives_way(mode, order):
