@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 MOST_DEFAULT_CPU_CACHE_BYTES = 2 * GIB
 PREFILL_TOKENS_PER_DECODE = 8  # a step of 32 who decode takes about as long again for 256 prompt tokens
+CONTEXT_TOKENS_PER_PREFILL_TOKEN = 100  # reading the keys and values of so many takes half as long as computing one
 DEFAULT_GPU_SWAP_BYTES = 4 * GIB
 
 
@@ -41,9 +42,9 @@ def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
     if num_tokens < num_seqs:
         raise StartError(f"max_num_batched_tokens {num_tokens} must be at least max_num_seqs {num_seqs}: each sequence gets a token")
     if asked.max_num_prefill_tokens is None:
-        prefill = defaults.max_num_prefill_tokens, PREFILL_TOKENS_PER_DECODE
+        prefill = defaults.max_num_prefill_tokens, PREFILL_TOKENS_PER_DECODE, CONTEXT_TOKENS_PER_PREFILL_TOKEN
     else:
-        prefill = asked.max_num_prefill_tokens, 0
+        prefill = asked.max_num_prefill_tokens, 0, 0
     return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, *prefill)
 
 

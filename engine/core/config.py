@@ -103,7 +103,9 @@ class SchedulerLimits:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     max_num_prefill_tokens: int | None = None  # of a step in which somebody decodes; None: whatever the budget leaves
-    num_prefill_tokens_per_decode: int = 0  # where this many for each who decodes are more, so many
+    # More where those who decode make a step long themselves: so many for each, and one for so many tokens of context (0: none).
+    num_prefill_tokens_per_decode: int = 0
+    num_context_tokens_per_prefill_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,13 +49,15 @@ class StepShares:
     def spare_decodes(self, num_waiting: int) -> None:
         """Who decodes waits for the whole step: prompts beside him must not make it long, unless more wait than decode.
 
-        Many who decode make a step long themselves, and their prompts may be longer in proportion.
+        Many who decode, and long contexts, make a step long themselves: prompts beside them may be longer in proportion.
         """
         limits, num_decodes = self._limits, len(self._plan.rows)
         if limits.max_num_prefill_tokens is None or not 0 < num_waiting <= num_decodes:
             return
-        most = max(limits.max_num_prefill_tokens, limits.num_prefill_tokens_per_decode * num_decodes)
-        self._plan.num_tokens_left = min(self._plan.num_tokens_left, most)
+        in_proportion = limits.num_prefill_tokens_per_decode * num_decodes
+        if limits.num_context_tokens_per_prefill_token:
+            in_proportion += sum(row.start for row in self._plan.rows) // limits.num_context_tokens_per_prefill_token
+        self._plan.num_tokens_left = min(self._plan.num_tokens_left, max(limits.max_num_prefill_tokens, in_proportion))
 
     def place_prefills(self, lacking: list[Lacking], num_coming: int) -> FirstInLine | None:
         """Share half of what the decodes left among those who lack more than one token, shortest first.
