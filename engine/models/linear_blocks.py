@@ -69,8 +69,10 @@ class BlockReader:
 
 
 def below_one_another(parts: list[Tensor]) -> Tensor:
-    if parts[0].device.type != "cpu":
-        return torch.cat(parts)
+    """On the GPU where some were converted there; what a file has itself still lies in it."""
+    elsewhere = [part.device for part in parts if part.device.type != "cpu"]
+    if elsewhere:
+        return torch.cat([part.to(elsewhere[0]) for part in parts])
     # By numpy: torch shares such a copy out among threads, which costs ten times the copy where they must wait for a core.
     return torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
 

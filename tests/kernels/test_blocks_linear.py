@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagestream.engine.models.gguf_blocks import GgmlType, RawBlocks, dequantize
-from pagestream.engine.models.triton_linear import MOST_ROWS, BlocksLinear, as_tensor, fits
+from pagestream.engine.models.triton_linear import MOST_ROWS, BlocksLinear, as_tensor, fits, hold_blocks
 from pagestream.kernels.cpu.ops import GGUF_KINDS, GgufBlocks
 
 CPU = torch.device("cpu")
@@ -46,6 +46,21 @@ def test_rows_are_those_of_the_dequantised_weight(kind):
     rows = torch.tensor([39, 0, 7, 7])
     torch.testing.assert_close(linear.rows(rows), dequantised(blocks)[rows], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(as_tensor(blocks, CPU, torch.float32), dequantised(blocks), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [3, MOST_ROWS])
+def test_rows_may_come_in_several_axes(num_rows):
+    """As modules of transformers pass them; 2 x MOST_ROWS are too many for the kernel."""
+    linear = hold_blocks(random_blocks("Q4_1", 40, 192), torch.ones(40), device=CPU, dtype=torch.float32)
+    x = torch.randn(2, num_rows, 192, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(linear(x), linear(x.flatten(0, 1)).view(2, num_rows, 40))
+
+
+def test_columns_that_the_kernel_has_not_are_held_unpacked():
+    blocks = random_blocks("Q8_0", 40, 96)
+    linear = hold_blocks(blocks, None, device=CPU, dtype=torch.float32)
+    assert not isinstance(linear, BlocksLinear)
+    torch.testing.assert_close(linear(torch.eye(96)), dequantised(blocks).t(), atol=1e-6, rtol=1e-6)
 
 
 def test_a_weight_costs_its_bits():

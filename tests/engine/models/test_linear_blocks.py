@@ -24,7 +24,7 @@ from pagestream.engine.models.decoder import TorchDecoder
 from pagestream.engine.models.gguf_blocks import GgmlType, RawBlocks, dequantize
 from pagestream.engine.models.hf import TransformersLM, load_transformers
 from pagestream.engine.models.linear import Linear, LinearMakers
-from pagestream.engine.models.linear_blocks import BlocksMaker, as_q4_1, unpacked
+from pagestream.engine.models.linear_blocks import BlocksMaker, as_q4_1, below_one_another, unpacked
 from pagestream.engine.models.loader import LoadedDecoder, load_decoder, open_checkpoint
 from pagestream.kernels import block_quantise
 from pagestream.kernels.cpu.ops import CpuOps, GgufBlocks, load_ops
@@ -177,6 +177,12 @@ def test_a_block_without_a_minimum_is_the_same_with_one():
     data[..., :2] = (torch.randn(9, 4, 1, generator=generator) * 10.0 ** torch.arange(-7, 2)[:, None, None]).half().view(torch.uint8)
     blocks = GgufBlocks("Q4_0", data.flatten(1))
     assert torch.equal(unpacked(as_q4_1(blocks), torch.float32), dequantize(RawBlocks(blocks.data, GgmlType.Q4_0)))
+
+
+def test_parts_of_which_some_were_converted_on_another_device_come_together_there():
+    parts = [torch.zeros(2, 20, dtype=torch.uint8), torch.zeros(3, 20, dtype=torch.uint8, device="meta")]
+    whole = below_one_another(parts)
+    assert (whole.shape, whole.device.type) == ((5, 20), "meta")
 
 
 def test_what_has_no_blocks_is_refused_before_anything_is_loaded(tmp_path: Path):
