@@ -49,7 +49,7 @@ from pagestream.engine.text.gguf_tokenizer import from_gguf_metadata
 from pagestream.engine.text.tokenizer import Tokenizer, load_tokenizer
 from pagestream.kernels.block_quantise import quantise
 from pagestream.kernels.cpu.ops import CpuOps, load_ops, supports_pages
-from pagestream.kernels.kv_format import is_quantised
+from pagestream.kernels.kv_format import SCALE_BYTES, is_quantised
 from pagestream.kernels.transfer import HostLink, PinnedLink, SharedMemory
 
 if TYPE_CHECKING:  # they need Triton, which is not everywhere
@@ -93,6 +93,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     checkpoint = with_fitting_dtype(checkpoint, config, kernels)
     model = load_model(checkpoint, config, device, kernels)
     shape = model.shape
+    check_head_size(shape, model.kv_dtype)
     limits = step_limits(config, device)
     max_model_len = min(config.model.max_model_len or shape.max_model_len, shape.max_model_len)
     num_blocks = num_kv_blocks(config.cache, shape, model.kv_dtype, device, activation_bytes(model, limits, config, device))
@@ -316,7 +317,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
         config.model,
         device=device,
         dtype=checkpoint.dtype,
-        attention=checked(attention, kv_dtype),
+        attention=attention,
         kv_dtype=kv_dtype,
         linears=linear_makers(checkpoint, device, kernels, ops),
     )
@@ -379,12 +380,13 @@ def load_lean_decoder(
 
         fused = TritonAttention(max_seq_len=max_model_len)
         return TritonDecoder(loaded.spec, loaded.weights, loaded.shape, fused, max_model_len=max_model_len, kv_dtype=kv_dtype)
-    attention = checked(attention_backend(kernels, None, max_model_len), kv_dtype)
+    attention = attention_backend(kernels, None, max_model_len)
     return TorchDecoder(loaded.spec, loaded.weights, loaded.shape, attention, max_model_len=max_model_len, kv_dtype=kv_dtype)
 
 
-def checked(attention: AttentionBackend, kv_dtype: torch.dtype | None) -> AttentionBackend:
-    """Raises StartError for pages that the backend can't read."""
-    if kv_dtype is not None and is_quantised(kv_dtype) and not attention.reads_8_bit:
-        raise StartError("kv_cache_dtype fp8 and int8 need a GPU")
-    return attention
+def check_head_size(shape: ModelShape, kv_dtype: torch.dtype) -> None:
+    """Raises StartError for heads that pages of 8 bits can't hold."""
+    if is_quantised(kv_dtype) and shape.head_size % SCALE_BYTES:
+        raise StartError(
+            f"kv_cache_dtype fp8 and int8 need heads of a multiple of {SCALE_BYTES} elements; this model's have {shape.head_size}"
+        )

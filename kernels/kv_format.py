@@ -6,7 +6,7 @@ token, and the last 4 * K the scales.  Scales so travel with their block through
 at multiples of 16 bytes because K is a multiple of 16 and D of 4.
 
 A value is code * scale, scale = amax / max_code; integer codes are stored plus 128.  Unlike one scale per tensor, this needs no
-calibration and cannot saturate.
+calibration and cannot saturate.  The CPU operators keep the sizes and the rule, in an order of their own (kernels/cpu/codes.h).
 """
 
 from __future__ import annotations
@@ -47,6 +47,35 @@ def page_format(cache: Tensor) -> int:
 def page_words(cache: Tensor) -> Tensor:
     """What attention reads: the pages, those of 8 bit as 16-bit words of two codes."""
     return cache.view(torch.int16) if is_quantised(cache.dtype) else cache
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, the nearest, as they are stored (uint8), and float32 scales: one per row of the last axis; NaN where x is not finite."""
+    x = x.float()
+    scales = x.abs().amax(-1).clamp_min(1e-30) / MAX_CODE[dtype]
+    codes = (x / scales[..., None]).clamp(-MAX_CODE[dtype], MAX_CODE[dtype])
+    stored = ((codes + 0.5).floor() + 128).to(torch.uint8) if dtype == torch.int8 else codes.to(dtype).view(torch.uint8)
+    return stored, scales
+
+
+def write_rows(cache: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write x [T, G, D] into the slots [T] of a quantised page tensor, in plain torch."""
+    num_heads, block_size, size = cache.shape[1], cache.shape[2], head_size_of(cache)
+    codes, scales = quantise(x, cache.dtype)
+    blocks = torch.div(slots, block_size, rounding_mode="floor")[:, None]
+    offsets, heads = (slots % block_size)[:, None], torch.arange(num_heads, device=slots.device)[None]
+    elements = offsets * size + torch.arange(size, device=slots.device)
+    cache.view(torch.uint8).flatten(2)[blocks[..., None], heads[..., None], elements[:, None]] = codes
+    scales_view(cache)[blocks, heads, block_size * size // 4 + offsets] = scales
+
+
+def read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
+    """What some blocks of a quantised page tensor hold: [blocks, G, K, D] float32, in plain torch."""
+    block_size, size = cache.shape[2], head_size_of(cache)
+    pieces = cache.view(torch.uint8)[blocks].flatten(2)
+    stored = pieces[:, :, : block_size * size].unflatten(2, (block_size, size))
+    codes = stored.float() - 128 if cache.dtype == torch.int8 else stored.contiguous().view(cache.dtype).float()
+    return codes * scales_view(cache)[blocks][:, :, block_size * size // 4 :, None]
 
 
 def allocate_pages(

@@ -98,7 +98,7 @@ def serve(
     ] = None,
     kv_cache_memory: Annotated[float | None, sized("--kv-cache-memory", CACHE, "Size of the pool on a CPU.")] = None,
     kv_cache_dtype: Annotated[
-        str, option("--kv-cache-dtype", CACHE, "auto (the model's), float32, bfloat16, float16; on a GPU also fp8 or int8.")
+        str, option("--kv-cache-dtype", CACHE, "auto (the model's), float32, bfloat16, float16, fp8 or int8.")
     ] = "auto",
     gpu_memory_utilization: Annotated[float, option("--gpu-memory-utilization", CACHE, "Share of a GPU's memory to use.")] = 0.9,
     swap_space: Annotated[float | None, sized("--swap-space", CACHE, "Host memory for blocks of preempted requests.")] = None,

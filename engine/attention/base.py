@@ -30,7 +30,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages, [B, G, K, D] each.
+    """One layer's pages, [B, G, K, D] each; those of 8 bits are wider by their scales (kernels.kv_format).
 
     Block ids are the first axis for everybody (copies and swaps move whole blocks); the order of the elements inside one
     block and head is private to the backend that writes and reads them.
@@ -51,8 +51,6 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    reads_8_bit: bool  # pages in the 8-bit layouts of kernels.kv_format
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:

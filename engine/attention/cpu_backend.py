@@ -9,9 +9,7 @@ from pagestream.kernels.cpu.ops import CpuOps, PagedBatch
 
 
 class CpuAttentionBackend:
-    """An AttentionBackend for float32 and bfloat16 pages (kernels.cpu.ops.supports_pages), whatever the dtype of q, k and v."""
-
-    reads_8_bit = False
+    """An AttentionBackend for such pages as kernels.cpu.ops.supports_pages names, whatever the dtype of q, k and v."""
 
     def __init__(self, ops: CpuOps) -> None:
         self.ops = ops

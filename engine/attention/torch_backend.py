@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionMetadata, AttentionSpec, LayerCache
+from pagestream.kernels.kv_format import head_size_of, is_quantised, read_blocks, write_rows
 
 ROWS = 16  # of a product: (query token, head of its group) pairs of one KV head
 TILE = 128  # keys of a product; tile i holds positions i * TILE to (i + 1) * TILE
@@ -20,9 +21,7 @@ QUERY_BLOCK = 64  # query tokens of one sequence at a time, so that scores of a 
 
 
 class TorchAttention:
-    """Blocks are stored as [G, K, D] says, in order.  The pages may hold anything, NaN too, where no token was written."""
-
-    reads_8_bit = False
+    """Blocks are stored as [G, K, D] says, in order, those of 8 bits as kernels.kv_format has them.  The pages may hold anything, NaN too, where no token was written."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, metadata: AttentionMetadata, spec: AttentionSpec
@@ -48,6 +47,10 @@ class TorchAttention:
 
 
 def write_slots(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+    if is_quantised(cache.k.dtype):
+        write_rows(cache.k, slot_mapping, k)
+        write_rows(cache.v, slot_mapping, v)
+        return
     block_size = cache.k.shape[2]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     offsets = slot_mapping % block_size
@@ -65,9 +68,10 @@ def gather(pages: Tensor, table: Tensor, first: int, seq_len: int, *, ones: bool
 
     What lies behind the last token becomes zero, since a NaN there would survive a weight of zero.
     """
-    _, num_kv_heads, block_size, head_size = pages.shape
+    num_kv_heads, block_size, head_size = pages.shape[1], pages.shape[2], head_size_of(pages)
     first_block = first // block_size
-    rows = pages[table[first_block:]].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+    table = table[first_block:]
+    rows = (read_blocks(pages, table) if is_quantised(pages.dtype) else pages[table]).transpose(0, 1).reshape(num_kv_heads, -1, head_size)
     skip = first - first_block * block_size
     num_rows = seq_len - first
     num_tiles = -(-num_rows // TILE)

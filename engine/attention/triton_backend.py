@@ -28,8 +28,6 @@ class TritonAttention:
     eagerly before the capture, and pad with sequences that have no query tokens and with slot -1.
     """
 
-    reads_8_bit = True
-
     def __init__(
         self, *, max_seq_len: int, exact: bool = False, config: AttentionConfig | None = None, num_slots: int | None = None
     ):

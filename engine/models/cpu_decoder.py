@@ -15,9 +15,7 @@ from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, plain
 from pagestream.engine.models.cpu_linear import held
 from pagestream.engine.models.progress import shown
-from pagestream.kernels.cpu.ops import CpuOps, DecoderLayer, DecoderOp, DecoderSizes, GgufBlocks, PackedLinear
-
-KV_DTYPES = (torch.float32, torch.bfloat16)
+from pagestream.kernels.cpu.ops import PAGE_FORMATS, CpuOps, DecoderLayer, DecoderOp, DecoderSizes, GgufBlocks, PackedLinear
 
 
 class CpuDecoder:
@@ -43,8 +41,8 @@ class CpuDecoder:
         """
         dtype = held(weights.final_norm).dtype
         self.kv_dtype = kv_dtype or dtype
-        if self.kv_dtype not in KV_DTYPES:
-            raise StartError(f"kv_cache_dtype {self.kv_dtype} is not supported on this CPU; use float32 or bfloat16")
+        if self.kv_dtype not in PAGE_FORMATS:
+            raise StartError(f"kv_cache_dtype {self.kv_dtype} is not supported on this CPU; use float32, bfloat16, int8 or fp8")
         self.ops = ops
         packed: list[PackedLinear] = []
 

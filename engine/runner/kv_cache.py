@@ -19,6 +19,7 @@ from pagestream.engine.core.step_plan import BlockCopy
 from pagestream.kernels.kv_format import page_width
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+CACHE_LINE = 64  # bytes
 POPULATED_AT_ONCE = 4 << 20  # bytes of one layer's keys: two of the system's largest usual pages
 
 
@@ -99,9 +100,11 @@ def populate(pages: Tensor) -> bool:
 
 
 def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only where they are written; torch.zeros writes them all."""
-    as_integers = {1: np.uint8, 2: np.int16, 4: np.int32}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(math.prod(sizes), as_integers)).view(dtype).view(sizes)
+    """Zeros that take memory only where they are written; torch.zeros writes them all.  They begin at a cache line's beginning."""
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    memory = np.zeros(num_bytes + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(sizes)
 
 
 def move(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -79,15 +79,19 @@ private:
             std::optional<TileAttention> attentions[MAX_RUN];
             const long in_run = runs[run + 1] - runs[run];
             for (long i = 0; i < in_run; ++i) attentions[i].emplace(tile(runs[run] + i));
+            const bool share_keys = in_run > 1 && attentions[0]->tile().group == attentions[in_run - 1]->tile().group;
             // Split by split, so that the tiles of a run find its keys and values in the cache.
             for (long split = attentions[0]->first_split(); split <= attentions[in_run - 1]->last_split(); ++split) {
                 attentions[0]->fetch_after(split, next);
-                for (long i = 0; i < in_run; ++i) {
+                // The last of a prompt's rows see most, and without a window all begin at one key: what they expand serves the others.
+                Codes codes = share_keys && !spec_.window ? Codes::KEPT : Codes::FOR_ONE;
+                for (long i = in_run - 1; i >= 0; --i) {
                     TileAttention& attention = *attentions[i];
                     if (split < attention.first_split() || split > attention.last_split()) continue;
                     const bool is_first = split == attention.first_split();
-                    attention.attend(split, is_first ? state_of(i) : later, splits_[thread]);
+                    attention.attend(split, is_first ? state_of(i) : later, splits_[thread], codes);
                     if (!is_first) state_of(i).merge(later, attention.rows(), width_);
+                    if (codes == Codes::KEPT) codes = Codes::FOUND;
                 }
             }
             for (long i = 0; i < in_run; ++i) finish(*attentions[i], state_of(i));

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from pagestream.kernels.cpu.build import BuildFailed, load
 from pagestream.kernels.cpu.library import CAttentionCall, CBatch, CDecoderConfig, CDecoderLayer, CPages, CSpec, declare
+from pagestream.kernels.kv_format import head_size_of, is_quantised
 
 logger = logging.getLogger(__name__)
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+PAGE_FORMATS = FORMATS | {torch.int8: 8, torch.float8_e4m3fn: 9}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_SIZE = 256
 GRANULE = 16  # tokens that lie together in a page
@@ -211,7 +213,7 @@ class DecoderOp:
     def __call__(self, token_ids: Tensor, k_pages: Sequence[Tensor], v_pages: Sequence[Tensor], batch: PagedBatch) -> Tensor:
         """Compute the batch's tokens and write their K and V.
 
-        Shapes:  token_ids [T] int64; pages, one per layer, [B, G, K, D] float32 or bfloat16; returns [T, hidden] float32.
+        Shapes:  token_ids [T] int64; pages, one per layer, as supports_pages has them; returns [T, hidden] float32.
         Raises:  ValueError if the batch names a token, slot or block that does not exist; nothing has changed then.
         """
         token_ids = _plain(token_ids, torch.int64)
@@ -300,8 +302,10 @@ class CpuOps:
     ) -> Tensor:
         """Write K and V of the batch's tokens into their slots, then attend every query to its own sequence up to itself.
 
-        Shapes:  q [T, H, D]; k, v [T, G, D]; pages [B, G, K, D], K a multiple of 16; sinks [H]; returns [T, H, D] float32.
-        Numbers: q is rounded to the type of the pages, and so are the softmax's weights; scores and sums in float32.
+        Shapes:  q [T, H, D]; k, v [T, G, D]; pages [B, G, K, D], of 8 bits [B, G, K, D + 4], K a multiple of 16; sinks [H];
+                 returns [T, H, D] float32.
+        Numbers: q is rounded to the type of the pages, and so are the softmax's weights; scores and sums in float32.  With
+                 pages of 8 bits, both are rounded to bfloat16, and the codes are multiplied as they are.
         Raises:  ValueError if the batch names a slot or block that does not exist; nothing has changed then.
         Source:  Kwon et al. 2023, PagedAttention; Milakov & Gimelshein 2018, online softmax.
         """
@@ -350,16 +354,18 @@ def usable_cores() -> int:
 
 def supports_pages(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
     """Whether paged attention here can work on such pages."""
-    return dtype in FORMATS and head_size % 2 == 0 and head_size <= MAX_HEAD_SIZE and block_size % GRANULE == 0
+    per_word = 4 if is_quantised(dtype) else 2
+    return dtype in PAGE_FORMATS and head_size % per_word == 0 and head_size <= MAX_HEAD_SIZE and block_size % GRANULE == 0
 
 
 def _pages(k: Tensor, v: Tensor, num_kv_heads: int) -> CPages:
-    num_blocks, num_heads, block_size, head_size = k.shape
+    num_blocks, num_heads, block_size, _ = k.shape
+    head_size = head_size_of(k)
     if k.shape != v.shape or k.dtype != v.dtype or not k.is_contiguous() or not v.is_contiguous() or num_heads != num_kv_heads:
         raise ValueError(f"pages are contiguous pairs [B, G, K, D], not {tuple(k.shape)} and {tuple(v.shape)}")
     if not supports_pages(k.dtype, head_size, block_size):
         raise ValueError(f"no attention over {k.dtype} pages of {block_size} tokens with heads of {head_size}")
-    return CPages(k.data_ptr(), v.data_ptr(), num_blocks, num_heads, block_size, head_size, FORMATS[k.dtype])
+    return CPages(k.data_ptr(), v.data_ptr(), num_blocks, num_heads, block_size, head_size, PAGE_FORMATS[k.dtype])
 
 
 def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:

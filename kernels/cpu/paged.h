@@ -4,9 +4,11 @@
 // products want it (lanes as in layout.h; D in lanes is D or D / 2):
 //   keys:    [lanes of D][16 tokens]
 //   values:  [lanes of 16 tokens][D]
+// In pages of codes (codes.h) a granule is [D / 4][16 tokens] words of keys or [4][D] words of values, and then the 16 scales;
+// words take their four codes along the same axis along which lanes take their pair.
 #pragma once
 
-#include "layout.h"
+#include "codes.h"
 
 namespace ps {
 
@@ -17,10 +19,11 @@ struct Pages {
     void* k;
     void* v;
     long num_blocks, num_heads, block_size, head_size;
-    long format;  // F32 or BF16
+    long format;  // a PageFormat
 
     long lanes() const { return head_size / per_lane(format); }
-    long granule_lanes() const { return GRANULE * lanes(); }
+    long granule_lanes() const { return has_codes(format) ? granule_codes() + GRANULE : GRANULE * lanes(); }
+    long granule_codes() const { return GRANULE * head_size / 4; }  // words of them
     long granule(long block, long head, long token) const {  // of a token within its block, in lanes from the start
         return ((block * num_heads + head) * (block_size / GRANULE) + token / GRANULE) * granule_lanes();
     }
@@ -31,6 +34,10 @@ struct Pages {
             float* k_to = static_cast<float*>(k) + at + token;
             for (long d = 0; d < head_size; ++d) k_to[d * GRANULE] = key[d];
             memcpy(static_cast<float*>(v) + at + token * head_size, value, head_size * sizeof(float));
+        } else if (format == PAGES_INT8) {
+            put_codes<IntegerCode>(at, token, key, value);
+        } else if (format == PAGES_FP8) {
+            put_codes<FloatCode>(at, token, key, value);
         } else {
             alignas(64) uint16_t halves[MAX_HEAD_SIZE];
             round_row(key, halves);
@@ -43,6 +50,21 @@ struct Pages {
     }
 
 private:
+    // Along its axis the code in place p of a word is byte 0, 2, 1 or 3 of it: places 0 and 1 are one lane, 2 and 3 the next.
+    static long byte_of(long place) { return (place & 1) << 1 | place >> 1; }
+
+    template <class Code>
+    void put_codes(long at, long token, const float* key, const float* value) const {
+        alignas(64) uint32_t codes[MAX_HEAD_SIZE];
+        uint32_t* k_to = static_cast<uint32_t*>(k) + at;
+        reinterpret_cast<float*>(k_to + granule_codes())[token] = quantise<Code>(key, head_size, codes);
+        for (long d = 0; d < head_size; d += 4)
+            k_to[d / 4 * GRANULE + token] = codes[d] | codes[d + 2] << 8 | codes[d + 1] << 16 | codes[d + 3] << 24;
+        uint32_t* v_to = static_cast<uint32_t*>(v) + at;
+        reinterpret_cast<float*>(v_to + granule_codes())[token] = quantise<Code>(value, head_size, codes);
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(v_to + token / 4 * head_size) + byte_of(token % 4);
+        for (long d = 0; d < head_size; ++d) bytes[4 * d] = (uint8_t)codes[d];
+    }
     void round_row(const float* x, uint16_t* halves) const {
         long d = 0;
         for (; d + W <= head_size; d += W) store_bf16(halves + d, load(x + d));

@@ -6,61 +6,38 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
+#include <type_traits>
 
 #include "matmul.h"
 #include "paged.h"
+#include "softmax.h"
 
 namespace ps {
 
 constexpr long SPLIT = 256;                  // tokens
 constexpr long SPLIT_GRANULES = SPLIT / GRANULE;
-constexpr long QUERY_ROWS = 32;              // query tokens times heads of a group, per pass over the keys
 constexpr long SCORE_STRIDE = SPLIT + 16;    // from row to row: not a power of two, which would crowd a few cache sets
-constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
-
-// What has been seen of some rows' keys so far: maximum, sum of weights, weighted sum of values.
-struct Softmax {
-    float* maximum;  // [QUERY_ROWS], minus infinity for a row that has seen nothing
-    float* total;    // [QUERY_ROWS]
-    float* values;   // [rows][padded D]
-
-    static size_t count(long rows, long width) { return 2 * QUERY_ROWS + rows * width; }
-    explicit Softmax(float* memory) : maximum(memory), total(memory + QUERY_ROWS), values(memory + 2 * QUERY_ROWS) {}
-
-    // Takes in what a later split has seen.  Exactly nothing changes for a row of which that split saw nothing.
-    void merge(const Softmax& later, long rows, long width) const {
-        for (long r = 0; r < rows; ++r) {
-            if (later.maximum[r] == MINUS_INFINITY) continue;
-            float* mine = values + r * width;
-            const float* theirs = later.values + r * width;
-            if (maximum[r] == MINUS_INFINITY) {
-                maximum[r] = later.maximum[r];
-                total[r] = later.total[r];
-                memcpy(mine, theirs, width * sizeof(float));
-                continue;
-            }
-            const float high = later.maximum[r] > maximum[r] ? later.maximum[r] : maximum[r];
-            const vf keep = exp(splat(maximum[r] - high)), add = exp(splat(later.maximum[r] - high));
-            maximum[r] = high;
-            total[r] = total[r] * keep[0] + later.total[r] * add[0];
-            for (long d = 0; d < width; d += W) store(mine + d, fma(load(mine + d), keep, load(theirs + d) * add));
-        }
-    }
-};
 
 // Some rows of one sequence and one group of heads: row r is query token (r / heads_per_group), head (r % heads_per_group).
 struct QueryTile {
     long seq, group, first_row, rows;
 };
 
+// Lanes of codes: bf16 whose tokens have scales of their own.
+struct CodeLane : Bf16Lane {};
+
 // A thread's own memory for one split.
 struct SplitScratch {
+    alignas(64) float key_scales[SPLIT], value_scales[SPLIT];  // of codes
     alignas(64) float scores[QUERY_ROWS * SCORE_STRIDE];
     alignas(64) uint32_t weights[QUERY_ROWS * SCORE_STRIDE];  // lanes
-    alignas(64) uint32_t padded_keys[SPLIT_GRANULES][GRANULE * MAX_HEAD_SIZE];
-    alignas(64) uint32_t padded_values[SPLIT_GRANULES][GRANULE * MAX_HEAD_SIZE];
+    alignas(64) uint32_t padded_keys[SPLIT_GRANULES * GRANULE * MAX_HEAD_SIZE];
+    alignas(64) uint32_t padded_values[SPLIT_GRANULES * GRANULE * MAX_HEAD_SIZE];
 };
+
+// What becomes of a split's codes: expanded for these rows alone, kept for other tiles of the same sequence and group, or found
+// as a tile has kept them that sees no fewer keys.
+enum class Codes { FOR_ONE, KEPT, FOUND };
 
 class TileAttention {
 public:
@@ -83,16 +60,18 @@ public:
     // Asks for what comes after a split, all groups of it: a few rows leave the processor waiting for keys and values, which lie
     // wherever their pages are, so that it cannot foresee them itself.  `next`: whose keys are wanted after the last split.
     void fetch_after(long split, const TileAttention& next) const {
-        if (tile_.rows > TILE) return;
+        if (tile_.rows > TILE || (split < last_split() && expands_late())) return;
         split < last_split() ? fetch((split + 1) * SPLIT) : next.fetch(next.first_key() / GRANULE * GRANULE);
     }
 
     // Writes what the rows see of one split's keys.
-    void attend(long split, const Softmax& state, SplitScratch& scratch) {
+    void attend(long split, const Softmax& state, SplitScratch& scratch, Codes codes = Codes::FOR_ONE) {
         s_ = &scratch;
+        codes_ = codes;
         from_ = std::max(first_key() / GRANULE * GRANULE, split * SPLIT);
         granules_ = ceil_div(std::min(last_key() + 1, (split + 1) * SPLIT) - from_, GRANULE);
         for (long g = 0; g < granules_; ++g) find(g);
+        if (has_codes(pages_.format) && !expands_late()) expand_keys();
         if (pages_.format == F32) vector_split<F32Lane>(state);
         else
 #if PS_AMX
@@ -122,21 +101,75 @@ private:
         const long key = from_ + g * GRANULE, at = granule_at(key);
         keys_[g] = static_cast<const uint32_t*>(pages_.k) + at;
         values_[g] = static_cast<const uint32_t*>(pages_.v) + at;
+        if (has_codes(pages_.format)) return;
         const long lanes = pages_.lanes(), per = per_lane(pages_.format), used = std::min(GRANULE, length_ - key);
         if (pages_.head_size != width_) {
-            memcpy(s_->padded_keys[g], keys_[g], GRANULE * lanes * 4);
-            memset(s_->padded_keys[g] + GRANULE * lanes, 0, GRANULE * (width_ / per - lanes) * 4);
-            keys_[g] = s_->padded_keys[g];
+            uint32_t* to = padded(s_->padded_keys, g);
+            memcpy(to, keys_[g], GRANULE * lanes * 4);
+            memset(to + GRANULE * lanes, 0, GRANULE * (width_ / per - lanes) * 4);
+            keys_[g] = to;
         }
         if (pages_.head_size == width_ && used == GRANULE) return;
-        memset(s_->padded_values[g], 0, GRANULE / per * width_ * 4);
+        uint32_t* whole = padded(s_->padded_values, g);
+        memset(whole, 0, GRANULE / per * width_ * 4);
         for (long step = 0; step * per < used; ++step) {
-            uint32_t* to = s_->padded_values[g] + step * width_;
+            uint32_t* to = whole + step * width_;
             memcpy(to, values_[g] + step * pages_.head_size, pages_.head_size * 4);
             if (step * per + per > used)  // the upper half of these lanes is the next token's
                 for (long d = 0; d < pages_.head_size; ++d) to[d] &= 0xffffu;
         }
-        values_[g] = s_->padded_values[g];
+        values_[g] = whole;
+    }
+    uint32_t* padded(uint32_t* memory, long g) const { return memory + g * GRANULE / per_lane(pages_.format) * width_; }
+
+    // Codes become lanes right before they are multiplied, while those that are wanted next are on their way.  Every code is
+    // finite, so that none has to be cleared after the end of the sequence; scales there may be anything, and are masked.
+    void expand_keys() {
+        for (long g = 0; g < granules_; ++g)
+            if (codes_ == Codes::FOUND) keys_[g] = padded(s_->padded_keys, g);
+            else keys_[g] = expanded_keys(g, g);
+    }
+    const uint32_t* expanded_keys(long g, long place) {
+        const long lanes = pages_.lanes();
+        uint32_t* to = padded(s_->padded_keys, place);
+        memcpy(s_->key_scales + g * GRANULE, keys_[g] + pages_.granule_codes(), GRANULE * sizeof(float));
+        expand_rows(pages_.format, {keys_[g], lanes / 2, GRANULE, GRANULE}, to, GRANULE, values_[g]);
+        __builtin_prefetch(values_[g] + pages_.granule_codes());
+        if (pages_.head_size != width_) memset(to + GRANULE * lanes, 0, GRANULE * (width_ / 2 - lanes) * 4);
+        return to;
+    }
+    // Few rows in tiles need each lane once: it is made when it is due, in a place that stays in the nearest cache.
+    bool expands_late() const {
+        return PS_AMX && has_codes(pages_.format) && codes_ == Codes::FOR_ONE && tile_.rows <= TILE && pages_.head_size == width_;
+    }
+    void expand_values() {
+        const long head_size = pages_.head_size;
+        for (long g = 0; g < granules_; ++g) {
+            const uint32_t* codes = values_[g];
+            uint32_t* to = padded(s_->padded_values, g);
+            values_[g] = to;
+            if (codes_ == Codes::FOUND) continue;
+            expand_rows(pages_.format, {codes, GRANULE / 4, head_size, head_size}, to, width_, codes);
+            if (head_size != width_)
+                for (long row = 0; row < GRANULE / 2; ++row) memset(to + row * width_ + head_size, 0, (width_ - head_size) * 4);
+        }
+    }
+    // 32 columns of a granule's values.  Asked for in one burst, what comes next was measured to come no sooner: line by line it does.
+    const uint32_t* expanded_values(long g, long d) {
+        const long key = (from_ / SPLIT + 1) * SPLIT + g * GRANULE;  // the next split's
+        const uint32_t* ahead = values_[g] + d;
+        if (key <= last_key()) {
+            ahead = static_cast<const uint32_t*>(pages_.k) + granule_at(key) + d * (GRANULE / 4);
+            if (d == 0) __builtin_prefetch(ahead + pages_.granule_codes());
+        }
+        uint32_t* to = s_->padded_values + g % 4 * GRANULE * TILE;
+        expand_rows(pages_.format, {values_[g] + d, GRANULE / 4, 2 * TILE, pages_.head_size}, to, 2 * TILE, ahead);
+        return to;
+    }
+    void take_value_scales() {
+        if (codes_ == Codes::FOUND) return;
+        for (long g = 0; g < granules_; ++g)
+            memcpy(s_->value_scales + g * GRANULE, values_[g] + pages_.granule_codes(), GRANULE * sizeof(float));
     }
 
     void fetch(long first_key) const {
@@ -166,6 +199,22 @@ private:
     Seen seen_by(long r) const {
         const long last = positions_[r] - from_, first = spec_.window ? last - spec_.window + 1 : 0;
         return {(int)std::max(first, 0L), (int)std::min(last, granules_ * GRANULE - 1)};
+    }
+
+    // From scores to what the values are multiplied with.
+    template <class Lane>
+    void between_products(const Softmax& state) {
+        if (Lane::K == 1 || !has_codes(pages_.format)) return weigh<Lane>(state);
+        for (long i = 0; i < granules_ * GRANULE; i += W) {
+            const vf scales = load(s_->key_scales + i);
+            for (long r = 0; r < tile_.rows; ++r) {
+                float* s = s_->scores + r * SCORE_STRIDE + i;
+                store(s, load(s) * scales);
+            }
+        }
+        take_value_scales();
+        weigh<CodeLane>(state);
+        if (!expands_late()) expand_values();
     }
 
     // Turns scores into weights, exactly 0 where a row sees nothing.
@@ -224,12 +273,13 @@ private:
         long i = 0;
         for (; i < seen.whole(); i += W) {
             const vf w = weight(load(scores + i));
-            put_weights<Lane>(weights, i, w);
+            put_weights<Lane>(weights, i, for_values<Lane>(w, i));
             total += w;
         }
         for (; i < granules_ * GRANULE; i += W) {
-            const vf w = seen.mask(i) ? weight(load(scores + i)) : vf{};
-            put_weights<Lane>(weights, i, w);
+            const vi mask = seen.mask(i);
+            const vf w = mask ? weight(load(scores + i)) : vf{};
+            put_weights<Lane>(weights, i, mask ? for_values<Lane>(w, i) : vf{});
             total += w;
         }
         return sum(total);
@@ -247,6 +297,11 @@ private:
         }
     };
     template <class Lane>
+    vf for_values(vf weight, long i) const {
+        if constexpr (std::is_same_v<Lane, CodeLane>) return weight * load(s_->value_scales + i);
+        else return weight;
+    }
+    template <class Lane>
     static void put_weights(uint32_t* weights, long i, vf w) {
         if (Lane::K == 1) store(reinterpret_cast<float*>(weights) + i, w);
         else store_bf16(reinterpret_cast<uint16_t*>(weights) + i, w);
@@ -260,7 +315,7 @@ private:
         for (; r + 8 <= tile_.rows; r += 8) scores_of_rows<Lane, 8, W == 16 ? 2 : 1>(r);
         for (; r + 3 <= tile_.rows; r += 3) scores_of_rows<Lane, 3, W == 16 ? 4 : 2>(r);
         for (; r < tile_.rows; ++r) scores_of_rows<Lane, 1, 4>(r);
-        weigh<Lane>(state);
+        between_products<Lane>(state);
         r = 0;
         for (; r + 8 <= tile_.rows; r += 8) values_of_rows<Lane, 8, W == 16 ? 2 : 1>(r, state);
         for (; r + 3 <= tile_.rows; r += 3) values_of_rows<Lane, 3, W == 16 ? 4 : 2>(r, state);
@@ -322,10 +377,11 @@ private:
 
     void tile_split(const Softmax& state) {
         configure_tiles(TILE);
-        few() ? tile_scores<true>() : tile_scores<false>();
-        weigh<Bf16Lane>(state);
+        const bool late = expands_late();
+        late ? tile_scores<true, true>() : few() ? tile_scores<true>() : tile_scores<false>();
+        between_products<Bf16Lane>(state);
         configure_tiles(TILE / 2);
-        few() ? tile_values<true>(state) : tile_values<false>(state);
+        late ? tile_values<true, true>(state) : few() ? tile_values<true>(state) : tile_values<false>(state);
         release_tiles();
     }
 
@@ -336,12 +392,17 @@ private:
         for (int i = 0; i < LINES; ++i) __builtin_prefetch(first + i * stride);
     }
 
-    template <bool FEW>
+    template <bool LATE>
+    const uint32_t* key_lanes(long g) {
+        return LATE ? expanded_keys(g, g % 4) : keys_[g];
+    }
+
+    template <bool FEW, bool LATE = false>
     void tile_scores() {
         const long lanes = width_ / 2;
         for (long g = 0; g < granules_; g += 2) {
             const bool second = g + 1 < granules_;
-            const uint32_t *keys = keys_[g], *more_keys = keys_[second ? g + 1 : g];
+            const uint32_t *keys = key_lanes<LATE>(g), *more_keys = second ? key_lanes<LATE>(g + 1) : keys;
             float* to = s_->scores + g * GRANULE;
             const uint32_t* const ahead[2] = {keys_[std::min(g + 2, granules_ - 1)], keys_[std::min(g + 3, granules_ - 1)]};
             tile_zero<0>();
@@ -368,9 +429,10 @@ private:
         }
     }
 
-    template <bool FEW>
+    template <bool FEW, bool LATE = false>
     void tile_values(const Softmax& state) {
         const uint32_t *weights = s_->weights, *high_weights = weights + TILE * SCORE_STRIDE;
+        const long stride = LATE ? 2 * TILE : width_;
         for (long d = 0; d < width_; d += 2 * TILE) {
             float *to = state.values + d, *high_to = to + TILE * width_;
             tile_zero<0>();
@@ -380,10 +442,11 @@ private:
                 const long at = g * GRANULE / 2;
                 if (!FEW)
                     for (long half : {0L, TILE}) fetch_lines<TILE / 2>(values_[std::min(g + 2, granules_ - 1)] + d + half, width_);
-                tile_load<6>(values_[g] + d, width_ * 4);
+                const uint32_t* values = LATE ? expanded_values(g, d) : values_[g] + d;
+                tile_load<6>(values, stride * 4);
                 tile_load<4>(weights + at, SCORE_STRIDE * 4);
                 tile_dot<0, 4, 6>();
-                tile_load<7>(values_[g] + d + TILE, width_ * 4);
+                tile_load<7>(values + TILE, stride * 4);
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(high_weights + at, SCORE_STRIDE * 4);
@@ -409,6 +472,7 @@ private:
     int64_t positions_[QUERY_ROWS];
     // Of the split in hand: its memory, first key, and where its granules are.
     SplitScratch* s_ = nullptr;
+    Codes codes_ = Codes::FOR_ONE;
     long from_ = 0, granules_ = 0;
     const uint32_t* keys_[SPLIT_GRANULES];
     const uint32_t* values_[SPLIT_GRANULES];

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionMetadata, AttentionSpec, LayerCache
 from pagestream.engine.attention.torch_backend import TILE, TorchAttention
+from pagestream.kernels import reference as oracle
+from pagestream.kernels.kv_format import page_width
 
 BLOCK_SIZE = 16
 
@@ -17,7 +19,7 @@ BLOCK_SIZE = 16
 class Pages:
     """Sequences in a shuffled pool whose unused slots are NaN, fed chunk by chunk."""
 
-    def __init__(self, seq_lens: list[int], *, num_heads: int, num_kv_heads: int, head_size: int, dtype=torch.float32, seed=0):
+    def __init__(self, seq_lens: list[int], *, num_heads: int, num_kv_heads: int, head_size: int, dtype=torch.float32, seed=0, page_dtype=None):
         self.generator = torch.Generator().manual_seed(seed)
         self.q = [self.normal(n, num_heads, head_size).to(dtype) for n in seq_lens]
         self.k = [self.normal(n, num_kv_heads, head_size).to(dtype) for n in seq_lens]
@@ -26,8 +28,11 @@ class Pages:
         num_blocks = sum(blocks_of) + 3
         order = torch.randperm(num_blocks, generator=self.generator)[: sum(blocks_of)]
         self.tables = list(torch.split(order, blocks_of))
-        shape = (num_blocks, num_kv_heads, BLOCK_SIZE, head_size)
-        self.cache = LayerCache(k=torch.full(shape, math.nan, dtype=dtype), v=torch.full(shape, math.nan, dtype=dtype))
+        page_dtype = page_dtype or dtype
+        shape = (num_blocks, num_kv_heads, BLOCK_SIZE, page_width(head_size, page_dtype))
+        pages = torch.empty(shape, dtype=page_dtype)
+        pages.view(torch.uint8).fill_(255)  # NaN
+        self.cache = LayerCache(k=pages, v=pages.clone())
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -108,12 +113,25 @@ def test_equals_reference_in_half_precision(dtype: torch.dtype, atol: float) -> 
         torch.testing.assert_close(out[s].double(), reference(pages.q[s], pages.k[s], pages.v[s], spec), atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", SPECS)
+def test_pages_of_8_bits_hold_what_the_oracle_reads_from_them(name: str, page_dtype: torch.dtype) -> None:
+    seq_lens = [127, 33, 1]
+    pages = Pages(seq_lens, num_heads=6, num_kv_heads=2, head_size=24, page_dtype=page_dtype)
+    out = pages.step({s: (0, n) for s, n in enumerate(seq_lens)}, SPECS[name])
+    for s, count in enumerate(seq_lens):
+        k, v = (oracle.read_pages(cache)[pages.tables[s]].transpose(1, 2).flatten(0, 1)[:count] for cache in (pages.cache.k, pages.cache.v))
+        for held, given in ((k, pages.k[s]), (v, pages.v[s])):
+            codes, scales = oracle.quantise(given, page_dtype)
+            torch.testing.assert_close(held, codes.double() * scales.double()[..., None], rtol=1e-6, atol=0)
+        torch.testing.assert_close(out[s].double(), reference(pages.q[s], k, v, SPECS[name]), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "page_dtype"), [*((name, torch.float32) for name in SPECS), ("all", torch.int8)])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_bits_do_not_depend_on_chunking_or_company(name: str, num_threads: int) -> None:
+def test_bits_do_not_depend_on_chunking_or_company(name: str, page_dtype: torch.dtype, num_threads: int) -> None:
     seq_lens = [201, 64, 7, 130]
-    alone = Pages(seq_lens, num_heads=6, num_kv_heads=2, head_size=24)
-    mixed = Pages(seq_lens, num_heads=6, num_kv_heads=2, head_size=24)
+    alone, mixed = (Pages(seq_lens, num_heads=6, num_kv_heads=2, head_size=24, page_dtype=page_dtype) for _ in range(2))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -16,6 +16,7 @@ from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec
 from pagestream.engine.models.cpu_decoder import CpuDecoder
 from pagestream.kernels.cpu.ops import CpuOps, GgufBlocks, load_ops
+from pagestream.kernels.kv_format import page_width
 
 BLOCK_SIZE = 16
 PLAIN = DecoderSpec(
@@ -132,11 +133,10 @@ class Pages:
     def __init__(self, model: CpuDecoder, num_seqs: int, max_len: int) -> None:
         shape, self.model = model.shape, model
         self.width = math.ceil(max_len / BLOCK_SIZE)
-        sizes = (num_seqs * self.width, shape.num_kv_heads, BLOCK_SIZE, shape.head_size)
-        self.cache = [
-            LayerCache(torch.full(sizes, math.nan, dtype=model.kv_dtype), torch.full(sizes, math.nan, dtype=model.kv_dtype))
-            for _ in range(shape.num_layers)
-        ]
+        sizes = (num_seqs * self.width, shape.num_kv_heads, BLOCK_SIZE, page_width(shape.head_size, model.kv_dtype))
+        pages = torch.empty(sizes, dtype=model.kv_dtype)
+        pages.view(torch.uint8).fill_(255)  # NaN
+        self.cache = [LayerCache(pages.clone(), pages.clone()) for _ in range(shape.num_layers)]
         order = torch.randperm(num_seqs * self.width, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(num_seqs, self.width)
 
@@ -166,22 +166,33 @@ def prompt(spec: DecoderSpec, length: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("extras", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_logits_equal_float64(ops, name, extras, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "tolerance"),
+    [
+        (torch.float32, None, 1e-5),
+        (torch.bfloat16, None, 2e-2),
+        (torch.float32, torch.int8, 2e-2),
+        (torch.float32, torch.float8_e4m3fn, 1e-1),
+    ],
+)
+def test_logits_equal_float64(ops, name, extras, dtype, kv_dtype, tolerance):
     spec = SPECS[name]
     weights = make_weights(spec, dtype, extras=extras, tied=extras)
     tokens = prompt(spec, 45)
     expected = reference(spec, weights, tokens)
-    model = CpuDecoder(spec, weights, shape_of(spec), ops)
+    model = CpuDecoder(spec, weights, shape_of(spec), ops, kv_dtype=kv_dtype)
     logits = Pages(model, 1, 45).step({0: (0, tokens)})[0].double()
     assert ((logits - expected).norm() / expected.norm()).item() < tolerance
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_the_same_bits_in_any_chunk_and_company(ops, name, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.int8), (torch.bfloat16, torch.float8_e4m3fn)],
+)
+def test_logits_are_the_same_bits_in_any_chunk_and_company(ops, name, dtype, kv_dtype):
     spec = SPECS[name]
-    model = CpuDecoder(spec, make_weights(spec, dtype, extras=True, tied=False), shape_of(spec), ops)
+    model = CpuDecoder(spec, make_weights(spec, dtype, extras=True, tied=False), shape_of(spec), ops, kv_dtype=kv_dtype)
     tokens = [prompt(spec, length, seed) for seed, length in enumerate((90, 33, 1, 70))]
     alone = Pages(model, 4, 90).step({0: (0, tokens[0])})[0]
     for chunk in (1, 5, 16, 64):

@@ -7,12 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagestream.kernels import reference
 from pagestream.kernels.cpu.ops import CpuOps, PagedBatch, load_ops
+from pagestream.kernels.kv_format import is_quantised, page_width
 
 LENS = [300, 1, 17, 64, 70, 600]
 # heads, KV heads, head size, block size: around granules of 16 and tiles of 32, and such that fit neither
 SHAPES = [(9, 3, 64, 16), (4, 4, 80, 32), (8, 1, 128, 48), (6, 2, 16, 16), (2, 1, 256, 16), (4, 2, 10, 16)]
+# With 8 bits, a weight and its value's scale are rounded to bfloat16 as one.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.int8: 1.6e-2, torch.float8_e4m3fn: 1.6e-2}
 OPTIONS = [{}, {"window": 40, "sinks": True}, {"window": 100, "softcap": 20.0}]
+# Floats of 8 bits differ from integers in their codes alone.
+DTYPES_AND_OPTIONS = [(dtype, options) for dtype in TOLERANCES for options in (OPTIONS[2:] if dtype == torch.float8_e4m3fn else OPTIONS)]
 
 
 @dataclass
@@ -27,15 +33,33 @@ class Sequence:
         return len(self.q)
 
 
+def dequantised(pages: Tensor, *, are_keys: bool) -> Tensor:
+    """What pages of codes hold, read as kernels/cpu/codes.h and paged.h describe them: [B, G, K, D] float64."""
+    size, dtype = pages.shape[3] - 4, pages.dtype
+    granules = pages.view(torch.uint8).flatten(2).unflatten(2, (-1, 16 * (size + 4)))
+    scales = granules[..., 16 * size :].contiguous().view(torch.float32)
+    words = granules[..., : 16 * size].unflatten(-1, (size // 4, 16, 4) if are_keys else (4, size, 4))[..., [0, 2, 1, 3]]
+    codes = words.transpose(3, 4).flatten(4) if are_keys else words.transpose(4, 5).flatten(3, 4)
+    if dtype == torch.int8:
+        values = torch.where(codes > 127, -1, 1) * (codes & 127).double()
+    else:
+        values = codes.contiguous().view(dtype).double()
+    return (values * scales.double()[..., None]).flatten(2, 3)
+
+
 class Case:
     """Some sequences over shuffled blocks, in pages full of NaN."""
 
     def __init__(self, shape, dtype, options, lens=LENS):
         self.heads, self.kv_heads, self.size, self.block_size = shape
         generator = torch.Generator().manual_seed(sum(shape))
+        self.dtype = dtype
+        if is_quantised(dtype):  # of which a word takes four codes
+            self.size += self.size % 4
 
-        def rand(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator).to(dtype).float()  # representable in the pages' type
+        def rand(*sizes: int) -> Tensor:  # representable in the pages' type, in that of the products where it has scales
+            exact = torch.bfloat16 if is_quantised(dtype) else dtype
+            return torch.randn(*sizes, generator=generator).to(exact).float()
 
         self.options = dict(options)
         if self.options.pop("sinks", False):
@@ -51,7 +75,8 @@ class Case:
             )
             for n, count in zip(lens, counts, strict=True)
         ]
-        pages = torch.full((sum(counts) + 3, self.kv_heads, self.block_size, self.size), float("nan"), dtype=dtype)
+        pages = torch.empty(sum(counts) + 3, self.kv_heads, self.block_size, page_width(self.size, dtype), dtype=dtype)
+        pages.view(torch.uint8).fill_(255)  # NaN, as a value and as a scale
         self.k_pages, self.v_pages = pages, pages.clone()
 
     def step(self, ops: CpuOps, taken: dict[int, int]) -> list[Tensor]:
@@ -91,7 +116,13 @@ class Case:
 
     def expected(self, sequence: Sequence) -> Tensor:
         group = self.heads // self.kv_heads
-        k, v = (x.double().repeat_interleave(group, 1) for x in (sequence.k, sequence.v))
+        k, v = sequence.k.double(), sequence.v.double()
+        if is_quantised(self.dtype):
+            k, v = (
+                dequantised(pages[sequence.table], are_keys=pages is self.k_pages).transpose(1, 2).flatten(0, 1)[: len(sequence)]
+                for pages in (self.k_pages, self.v_pages)
+            )
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("thd,lhd->htl", sequence.q.double(), k) * self.size**-0.5
         if softcap := self.options.get("softcap"):
             scores = softcap * torch.tanh(scores / softcap)
@@ -105,18 +136,16 @@ class Case:
         return torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., : len(sequence)], v)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("dtype", "options"), DTYPES_AND_OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)])
-def test_attention_equals_float64(ops, shape, dtype, atol, options):
+def test_attention_equals_float64(ops, shape, dtype, options):
     case = Case(shape, dtype, options)
     for sequence, out in zip(case.sequences, case.run(ops, chunk=1000), strict=True):
-        torch.testing.assert_close(out.double(), case.expected(sequence), atol=atol, rtol=0)
+        torch.testing.assert_close(out.double(), case.expected(sequence), atol=TOLERANCES[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("dtype", "options"), DTYPES_AND_OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_query_is_the_same_bits_in_any_chunk_and_company(ops, shape, dtype, options):
     case = Case(shape, dtype, options, lens=[1, 17, 64, 290])
     whole = case.run(ops, chunk=1000)
@@ -126,7 +155,7 @@ def test_query_is_the_same_bits_in_any_chunk_and_company(ops, shape, dtype, opti
     assert torch.equal(case.run(ops, chunk=50, singly=3, only=3)[0], whole[3])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_number_of_threads_changes_no_bit(dtype):
     case = Case(SHAPES[0], dtype, {}, lens=[700, 20])
     results = []
@@ -136,6 +165,50 @@ def test_number_of_threads_changes_no_bit(dtype):
         results += [case.run(ops, chunk=1000), case.run(ops, chunk=699)]
     for other in results[1:]:
         assert all(torch.equal(mine, out) for mine, out in zip(results[0], other, strict=True))
+
+
+def write(ops: CpuOps, dtype: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of one block and KV head that hold x [T, D] as keys and as values, and what its last token makes of the values."""
+    count, size = x.shape
+    pages = torch.zeros(1, 1, 16, page_width(size, dtype), dtype=dtype)
+    batch = PagedBatch(
+        torch.arange(count), torch.arange(count), torch.tensor([0, count]), torch.tensor([count]), torch.zeros(1, 1, dtype=torch.int32)
+    )
+    values = pages.clone()
+    out = ops.paged_attention(torch.zeros(count, 1, size), x[:, None], x[:, None], pages, values, batch, scale=1.0)
+    return pages, values, out[-1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_and_scales_are_those_of_the_oracle(ops, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 64, generator=generator) * 10.0 ** torch.randint(-6, 6, (16, 64), generator=generator)  # also below the least code
+    x[3], x[4, 0] = 0, 448.0
+    codes, scales = reference.quantise(x, dtype)
+    for pages, are_keys in zip(write(ops, dtype, x)[:2], (True, False), strict=True):
+        held = dequantised(pages, are_keys=are_keys)[0, 0]
+        torch.testing.assert_close(held, codes.double() * scales.double()[:, None], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_every_code_is_read_as_what_it_stands_for(ops, dtype):
+    codes = torch.arange(256).to(torch.uint8)
+    every = torch.arange(-128, 128).clamp(-127).float() if dtype == torch.int8 else codes.view(dtype).float().nan_to_num()
+    *_, out = write(ops, dtype, every[None])  # the greatest is what makes the scale 1
+    torch.testing.assert_close(out, every, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden(ops, dtype, bad):
+    x = torch.ones(2, 16)
+    x[0, 5] = bad
+    assert write(ops, dtype, x)[2].isnan().all()
+
+
+def test_heads_that_words_of_codes_do_not_fill_are_refused(ops):
+    with pytest.raises(ValueError, match="heads of 10"):
+        write(ops, torch.int8, torch.ones(1, 10))
 
 
 def test_negative_slots_are_not_written(ops):
