@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import statistics
 from pathlib import Path
@@ -13,8 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pagestream.engine import EngineArgs, StartError
+from pagestream.server.bench.comparison import Contestant, check_names, ratio_rows, read_contestant
 from pagestream.server.bench.load import Objective, Summary, run_round
 from pagestream.server.bench.workloads import WORKLOADS, make_asks, read_asks
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 bench = typer.Typer(help="Measure a running server, or the engine in this process.", no_args_is_help=True)
 
@@ -24,8 +28,13 @@ Model = Annotated[str, typer.Option("--model", help="A name, a folder or a GGUF 
 
 @bench.command("serve")
 def bench_serve(
-    url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, with its /v1.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str | None, typer.Option("--model", help="Default: the first that the server lists.")] = None,
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]URL", help="Any OpenAI-compatible servers, with their /v1; of several, the rounds alternate."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Default: the first that each server lists.")] = None,
     workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
     dataset: Annotated[Path | None, typer.Option("--dataset", help="JSONL with prompt and max_tokens, in place of a workload.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option("--concurrency", help="Requests at a time; may be repeated.")] = None,
@@ -36,30 +45,38 @@ def bench_serve(
     itl_objective_ms: Annotated[float | None, typer.Option("--itl-objective", help="Milliseconds a token; for goodput.")] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="PAGESTREAM_API_KEY")] = None,
     json_file: JsonFile = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw latency over load into this PNG; needs matplotlib.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw latency over load into this PNG; needs pagestream[plot].")
+    ] = None,
 ) -> None:
-    """Put a server under load and print what its clients saw."""
-    url = url.rstrip("/")
+    """Put a server under load and print what its clients saw; of several, also the first one's figures over each other's."""
     if workload not in WORKLOADS:
         raise StartError(f"--workload must be one of {', '.join(WORKLOADS)}, not {workload!r}")
     if rate is not None and (concurrency or rate <= 0):
         raise StartError("--rate is above 0 and takes the place of --concurrency")
-    name = model or first_model(url, api_key)
+    if plot_file is not None:
+        check_plotting()
+    named = [read_contestant(text) for text in urls or [DEFAULT_URL]]
+    check_names([name for name, _ in named])
+    servers = [Contestant(name, url, model or first_model(url, api_key)) for name, url in named]
     objective = Objective(seconds(ttft_objective_ms), seconds(itl_objective_ms))
     table: list[dict[str, Any]] = []
     for at_once in [None] if rate is not None else concurrency or [1, 8, 32]:
         count = num_requests or (32 if at_once is None else max(3, 2 * at_once))
-        summaries = []
+        summaries: dict[str, list[Summary]] = {server.name: [] for server in servers}
         for number in range(rounds):
             seed = 1000 * (at_once or 0) + number + 1
             asks = read_asks(dataset, count) if dataset else make_asks(workload, count, seed)
-            summaries.append(
-                asyncio.run(
-                    run_round(url, name, asks, concurrency=at_once, rate=rate, seed=seed, api_key=api_key, objective=objective)
+            for server in servers:  # one after another, so that a ratio holds when the machine's pace drifts
+                load = run_round(
+                    server.url, server.model, asks, concurrency=at_once, rate=rate, seed=seed, api_key=api_key, objective=objective
                 )
-            )
-        table.append({"load": f"{rate:g} req/s" if at_once is None else str(at_once), **median_of(summaries)})
+                summaries[server.name].append(asyncio.run(load))
+        label = f"{rate:g} req/s" if at_once is None else str(at_once)
+        table += [{"load": label, "server": name, **median_of(of_server)} for name, of_server in summaries.items()]
     print_serve_table(table)
+    if len(servers) > 1:
+        print_table("the first over each other", ratio_rows(table))
     write_json(json_file, table)
     if plot_file is not None:
         draw(table, plot_file)
@@ -72,6 +89,7 @@ def bench_latency(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 100,
     output_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 64,
     dtype: Annotated[str, typer.Option("--dtype")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype")] = "auto",
     quantization: Annotated[str, typer.Option("--quantization")] = "auto",
     cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
     json_file: JsonFile = None,
@@ -79,7 +97,9 @@ def bench_latency(
     """Time decode steps of the engine in this process, beside the floor that this machine sets."""
     from pagestream.server.bench.offline import step_rows
 
-    args = EngineArgs(model=model, dtype=dtype, quantization=quantization, cpu_threads=cpu_threads)
+    args = EngineArgs(
+        model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization, cpu_threads=cpu_threads
+    )
     table = step_rows(args, batch_size or [1, 8, 32], prompt_tokens, output_tokens)
     print_table("decode steps", table)
     write_json(json_file, table)
@@ -91,6 +111,7 @@ def bench_throughput(
     workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1)] = 64,
     dtype: Annotated[str, typer.Option("--dtype")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype")] = "auto",
     quantization: Annotated[str, typer.Option("--quantization")] = "auto",
     cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
     json_file: JsonFile = None,
@@ -100,7 +121,9 @@ def bench_throughput(
 
     if workload not in WORKLOADS:
         raise StartError(f"--workload must be one of {', '.join(WORKLOADS)}, not {workload!r}")
-    options = {"model": model, "dtype": dtype, "quantization": quantization, "cpu_threads": cpu_threads}
+    options = {
+        "model": model, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization, "cpu_threads": cpu_threads,
+    }  # fmt: skip
     table = [throughput_row(options, workload, num_prompts)]
     print_table("offline", table)
     write_json(json_file, table)
@@ -151,6 +174,7 @@ def print_serve_table(table: list[dict[str, Any]]) -> None:
     rows = [
         {
             "at once": entry["load"],
+            "server": entry["server"],
             "out tok/s": entry["output_tokens_per_s"],
             "in tok/s": entry["prompt_tokens_per_s"],
             "TTFT p50 ms": entry["ttft_ms"]["p50"],
@@ -182,20 +206,29 @@ def write_json(path: Path | None, table: list[dict[str, Any]]) -> None:
         path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
+def check_plotting() -> None:
+    """Raises StartError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise StartError("--plot needs matplotlib: pip install 'pagestream[plot]'")
+
+
 def draw(table: list[dict[str, Any]], path: Path) -> None:
-    """Latency and throughput over load.  Raises StartError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StartError("--plot needs matplotlib: pip install matplotlib") from None
+    """Latency and throughput over load, a line or two for each server."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    loads = [entry["load"] for entry in table]
-    for name, label in (("ttft_ms", "first token"), ("inter_token_ms", "inter-token")):
-        left.plot(loads, [entry[name]["p50"] for entry in table], marker="o", label=f"{label} p50")
-        left.plot(loads, [entry[name]["p99"] for entry in table], marker="o", linestyle=":", label=f"{label} p99")
+    names = list(dict.fromkeys(entry["server"] for entry in table))
+    for server in names:
+        entries = [entry for entry in table if entry["server"] == server]
+        loads, of = [entry["load"] for entry in entries], f" of {server}" if len(names) > 1 else ""
+        for name, label in (("ttft_ms", "first token"), ("inter_token_ms", "inter-token")):
+            left.plot(loads, [entry[name]["p50"] for entry in entries], marker="o", label=f"{label} p50{of}")
+            left.plot(loads, [entry[name]["p99"] for entry in entries], marker="o", linestyle=":", label=f"{label} p99{of}")
+        right.plot(loads, [entry["output_tokens_per_s"] for entry in entries], marker="o", label=server)
     left.set(xlabel="load", ylabel="ms", yscale="log")
-    left.legend()
-    right.plot(loads, [entry["output_tokens_per_s"] for entry in table], marker="o")
+    left.legend(fontsize="small")
     right.set(xlabel="load", ylabel="output tokens per second")
+    if len(names) > 1:
+        right.legend(fontsize="small")
     figure.savefig(path, dpi=120)

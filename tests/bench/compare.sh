@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Runs this server and its peers side by side on one machine, in alternating rounds, and prints one table with ratios.
 #   tests/bench/compare.sh OURS=http://127.0.0.1:8000/v1 PEER=http://127.0.0.1:8101/v1 … [-- load options]
-# Every server must already be running, on loopback, with the model named "m"; only one is loaded at a time.
-# Options behind -- go to the load client: --workload chat|prefill|shared|long --concurrency 1 8 32 --rounds 3 --json FILE
-# LOAD_CLIENT names a client script of your own; without it `pagestream bench serve` measures one server after another.
+# Every server must already be running, on loopback; only one is loaded at a time.  The ratios are the first one's to each other.
+# Options behind -- go to `pagestream bench serve`:
+#   --workload chat|prefill|shared|long --concurrency 8 --concurrency 32 --rounds 3 --json FILE --plot FILE
+# LOAD_CLIENT names a client script of your own instead, which gets --server NAME=URL for each.
 set -euo pipefail
 
 servers=() options=()
@@ -14,16 +15,9 @@ while [ $# -gt 0 ]; do
   *) echo "compare.sh: $1 is not NAME=http://127.0.0.1:PORT/v1" >&2; exit 2 ;;
   esac
 done
-[ ${#servers[@]} -gt 0 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-
-for server in "${servers[@]}"; do
-  curl -sf -o /dev/null "${server#*=}/models" || { echo "compare.sh: ${server#*=} does not answer" >&2; exit 1; }
-done
+[ ${#servers[@]} -gt 0 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 if [ -n "${LOAD_CLIENT:-}" ]; then
   exec python3 "$LOAD_CLIENT" "${servers[@]/#/--server=}" "${options[@]}"
 fi
-for server in "${servers[@]}"; do
-  echo "== ${server%%=*}"
-  pagestream bench serve "${server#*=}" --model m "${options[@]}"
-done
+exec ${PAGESTREAM:-pagestream} bench serve "${servers[@]}" "${options[@]}"

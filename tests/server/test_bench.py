@@ -1,13 +1,22 @@
 """The load generator's arithmetic, and the commands from end to end on small loads."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from pagestream.engine import StartError
+from pagestream.server.bench.command import bench_serve
+from pagestream.server.bench.comparison import ratio_rows
 from pagestream.server.bench.load import Objective, Outcome, Percentiles, summarise
 from pagestream.server.bench.workloads import arrivals_s, make_asks, read_asks
 from tests.server.test_cli import run
+
+COMPARE = Path(__file__).parents[1] / "bench" / "compare.sh"
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_what_they_should():
@@ -70,6 +79,57 @@ def test_a_server_under_load(live, tmp_path):
     assert entry["ttft_ms"]["p50"] <= entry["end_to_end_ms"]["p50"]
 
 
+def test_peers_are_measured_in_turn_and_compared(start, tmp_path, monkeypatch):
+    """By the script, with two servers of ours: each is asked the same, and the rounds alternate."""
+    asks, figures, plot = tmp_path / "asks.jsonl", tmp_path / "figures.json", tmp_path / "plot.png"
+    asks.write_text('{"prompt": "one two", "max_tokens": 5}\n{"prompt": "three", "max_tokens": 4}\n')
+    order: list[str] = []
+    servers = []
+    for name in ("ours", "peer"):
+        live = start()
+        servers.append(f"{name}={live.url}/v1")
+
+        def add_requests(*arguments, name=name, add=live.engine.add_requests, **options):
+            order.append(name)
+            return add(*arguments, **options)
+
+        monkeypatch.setattr(live.engine, "add_requests", add_requests)
+    load = ("--dataset", str(asks), "--concurrency", "1", "--rounds", "2", "--num-requests", "2")
+    done = subprocess.run(
+        [COMPARE, *servers, "--", *load, "--json", str(figures), "--plot", str(plot)],
+        capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | {"PAGESTREAM": f"{sys.executable} -m pagestream.server", "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert order == ["ours", "ours", "peer", "peer"] * 2
+    ours, peer = json.loads(figures.read_text())
+    assert (ours["server"], peer["server"]) == ("ours", "peer")
+    assert ours["num_failed"] == peer["num_failed"] == 0
+    ratio = ours["output_tokens_per_s"] / peer["output_tokens_per_s"]
+    assert re.search(rf"ours / peer\W+{ratio:.2f}", done.stdout), done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartError, match=r"pip install 'pagestream\[plot\]'"):
+        bench_serve(["http://127.0.0.1:1/v1"], plot_file=Path("plot.png"))
+
+
+def test_ratios_are_the_firsts_to_each_other():
+    def entry(load, server, rate, ms):
+        times = {name: {"p50": ms} for name in ("ttft_ms", "inter_token_ms", "end_to_end_ms")}
+        return {"load": load, "server": server, "output_tokens_per_s": rate, "prompt_tokens_per_s": 0.0, **times}
+
+    rows = ratio_rows([entry("1", "a", 30.0, 5.0), entry("1", "b", 20.0, 10.0), entry("8", "a", 1.0, 1.0), entry("8", "b", 4.0, 1.0)])
+    assert [(row["at once"], row["servers"], row["out tok/s"], row["TTFT p50"]) for row in rows] == [
+        ("1", "a / b", "1.50", "0.50"),
+        ("8", "a / b", "0.25", "1.00"),
+    ]
+    assert rows[0]["in tok/s"] == "-"
+
+
 def test_decode_steps_beside_their_floor(tiny_llama, tmp_path):
     figures = tmp_path / "figures.json"
     done = run(
@@ -87,6 +147,7 @@ def test_decode_steps_beside_their_floor(tiny_llama, tmp_path):
         (["serve", "http://127.0.0.1:1/v1"], "127.0.0.1:1"),
         (["serve", "--workload", "nonsense"], "--workload"),
         (["serve", "--rate", "-1"], "--rate"),
+        (["serve", "a=http://127.0.0.1:1/v1", "a=http://127.0.0.1:2/v1"], "called a"),
         (["throughput", "--workload", "nonsense"], "--workload"),
     ],
 )
