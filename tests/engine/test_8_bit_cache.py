@@ -25,12 +25,11 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list:
     return [[(answer.token_ids, answer.logprobs) for answer in output.outputs] for output in outputs]
 
 
-@pytest.fixture(scope="module", params=[("int8", "auto"), ("fp8", "auto"), ("int8", "torch")], ids=str)
+@pytest.fixture(scope="module", params=DTYPES)
 def make(request, tiny_llama):
-    """Makes engines over such a cache, by the compiled operators or by plain torch."""
-    dtype, kernels = request.param
+    """Makes engines over such a cache."""
     return lambda **options: LLM(
-        str(tiny_llama), **{"dtype": "bfloat16", "kv_cache_dtype": dtype, "kernels": kernels, "num_kv_blocks": 120, **options}
+        str(tiny_llama), **{"dtype": "bfloat16", "kv_cache_dtype": request.param, "num_kv_blocks": 120, **options}
     )
 
 
@@ -65,6 +64,12 @@ def test_forks_are_the_answers_that_separate_requests_give(make):
     assert all(len({tokens for tokens, _ in forked}) > 1 for forked in together)
     beams = SamplingParams(use_beam_search=True, temperature=0, n=3, max_tokens=20)
     assert answers(llm, prompts, beams) == [answers(make(), [prompt], beams)[0] for prompt in prompts]
+
+
+def test_plain_torch_serves_it_too(make):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
+    llm, prompts = make(kernels="torch"), PROMPTS[:4]
+    assert answers(llm, prompts, params) == [answers(llm, [prompt], params)[0] for prompt in prompts]
 
 
 def test_the_same_memory_holds_nearly_twice_the_tokens(smollm2_path):
