@@ -12,7 +12,8 @@ from pagestream.engine.core.errors import StartError
 from tests.tiny_models import make_checkpoint
 
 DTYPES = ["int8", "fp8"]
-PERPLEXITY = {"int8": 0.005, "fp8": 0.02}  # the greatest change, as a share
+PERPLEXITY = {"int8": 0.005, "fp8": 0.02}  # the greatest change, as a share; measured: 0.0007 and 0.0043
+AGREEMENT = {"int8": 0.97, "fp8": 0.93}  # of the likeliest tokens; measured: 0.988 and 0.955
 TEXT = (Path(__file__).parents[2] / "engine" / "core" / "README.md").read_text(encoding="utf-8")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=24, logprobs=2, ignore_eos=True)
@@ -106,6 +107,5 @@ def test_a_text_is_read_as_with_a_cache_of_16_bits(smollm2_path, plain_reading, 
     assert len(coded) == len(plain_reading) > 900
     surprise = [-sum(token.logprob for token in tokens) / len(tokens) for tokens in (coded, plain_reading)]
     agreed = sum(mine.top[0][0] == other.top[0][0] for mine, other in zip(coded, plain_reading, strict=True))
-    print(dtype, "perplexity", *(math.exp(s) for s in surprise), "agreed", agreed / len(coded))
     assert math.exp(surprise[0] - surprise[1]) == pytest.approx(1, abs=PERPLEXITY[dtype])
-    assert agreed / len(coded) > 0.95
+    assert agreed / len(coded) > AGREEMENT[dtype]
