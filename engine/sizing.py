@@ -20,6 +20,7 @@ GIB = 1 << 30
 MOST_DEFAULT_CPU_CACHE_BYTES = 2 * GIB
 PREFILL_TOKENS_PER_DECODE = 8  # a step of 32 who decode takes about as long again for 256 prompt tokens
 CONTEXT_TOKENS_PER_PREFILL_TOKEN = 100  # reading the keys and values of so many takes half as long as computing one
+NUM_ROWS_AT_ONCE = 64  # of two threads, two tiles of 16 each
 DEFAULT_GPU_SWAP_BYTES = 4 * GIB
 
 
@@ -45,7 +46,7 @@ def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:
         prefill = defaults.max_num_prefill_tokens, PREFILL_TOKENS_PER_DECODE, CONTEXT_TOKENS_PER_PREFILL_TOKEN
     else:
         prefill = asked.max_num_prefill_tokens, 0, 0
-    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, *prefill)
+    return SchedulerLimits(num_seqs, num_tokens, asked.policy, asked.preemption_mode, *prefill, NUM_ROWS_AT_ONCE)
 
 
 def swap_blocks(config: EngineConfig, limits: SchedulerLimits, device: torch.device, block_bytes: int) -> int:

@@ -106,6 +106,7 @@ class SchedulerLimits:
     # More where those who decode make a step long themselves: so many for each, and one for so many tokens of context (0: none).
     num_prefill_tokens_per_decode: int = 0
     num_context_tokens_per_prefill_token: int = 0
+    num_rows_at_once: int = 1  # such a step is a multiple of so many tokens where it can be: of what the device multiplies at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,10 @@ class StepShares:
         in_proportion = limits.num_prefill_tokens_per_decode * num_decodes
         if limits.num_context_tokens_per_prefill_token:
             in_proportion += sum(row.start for row in self._plan.rows) // limits.num_context_tokens_per_prefill_token
-        self._plan.num_tokens_left = min(self._plan.num_tokens_left, max(limits.max_num_prefill_tokens, in_proportion))
+        num_tokens = min(self._plan.num_tokens_left, max(limits.max_num_prefill_tokens, in_proportion))
+        if num_tokens > limits.num_rows_at_once:
+            num_tokens -= (num_decodes + num_tokens) % limits.num_rows_at_once
+        self._plan.num_tokens_left = num_tokens
 
     def place_prefills(self, lacking: list[Lacking], num_coming: int) -> FirstInLine | None:
         """Share half of what the decodes left among those who lack more than one token, shortest first.

@@ -263,6 +263,18 @@ def test_long_contexts_let_more_of_a_prompt_in_beside_them():
     assert len(prompt.token_ids) == sum(row.start for row in decodes) // 5 >= 18
 
 
+def test_prompts_beside_decodes_fill_what_is_multiplied_at_once():
+    limits = SchedulerLimits(8, 256, max_num_prefill_tokens=40, num_rows_at_once=16)
+    run = FakeRun(Scheduler(limits, BlockManager(200, BLOCK_SIZE)))
+    for number in range(3):
+        run.add(make_request(f"decodes{number}", [1, 2, number], 40))
+    run.step()
+    run.add(make_request("prompt", [5] * 100, 2))
+    run.step()
+    assert run.plans[-1].num_tokens == 32
+    assert len(run.plans[-1].scheduled) > 1
+
+
 def test_prompts_take_the_whole_step_where_more_wait_than_decode():
     run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), BlockManager(200, BLOCK_SIZE)))
     run.add(make_request("decodes", [1, 2, 3], 40))
