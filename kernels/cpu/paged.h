@@ -44,8 +44,7 @@ struct Pages {
             uint32_t* k_to = static_cast<uint32_t*>(k) + at + token;
             for (long pair = 0; pair < head_size / 2; ++pair) memcpy(k_to + pair * GRANULE, halves + 2 * pair, 4);
             round_row(value, halves);
-            uint16_t* v_to = static_cast<uint16_t*>(v) + 2 * (at + token / 2 * head_size) + token % 2;
-            for (long d = 0; d < head_size; ++d) v_to[2 * d] = halves[d];
+            put_every_other(static_cast<uint16_t*>(v) + 2 * (at + token / 2 * head_size), token % 2, halves);
         }
     }
 
@@ -64,6 +63,18 @@ private:
         reinterpret_cast<float*>(v_to + granule_codes())[token] = quantise<Code>(value, head_size, codes);
         uint8_t* bytes = reinterpret_cast<uint8_t*>(v_to + token / 4 * head_size) + byte_of(token % 4);
         for (long d = 0; d < head_size; ++d) bytes[4 * d] = (uint8_t)codes[d];
+    }
+    // The halves between belong to another token, which another thread may be writing.
+    void put_every_other(uint16_t* to, long odd, const uint16_t* halves) const {
+        long d = 0;
+#if PS_LANES == 16
+        const __mmask32 mine = odd ? 0xaaaaaaaau : 0x55555555u;
+        for (; d + 16 <= head_size; d += 16) {
+            const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + d)));
+            _mm512_mask_storeu_epi16(to + 2 * d, mine, odd ? _mm512_slli_epi32(wide, 16) : wide);
+        }
+#endif
+        for (; d < head_size; ++d) to[2 * d + odd] = halves[d];
     }
     void round_row(const float* x, uint16_t* halves) const {
         long d = 0;

@@ -197,12 +197,10 @@ inline float exp(float x) { return exp(splat(x))[0]; }
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Where products would see a subnormal
-// result, not below about 2^-100: those take a hundred times as long.
+// 2^x for x up to 126, within 8e-5 of it: enough where the result is rounded to bf16.  Not below about 2^-100, so that neither
+// it nor a later product is subnormal: those take a hundred times as long.
 inline vf exp2_coarse(vf x) {
-#if !PS_BF16_DOT
     x = at_least(x, splat(-100.0f));
-#endif
 #if PS_LANES == 16
     const vf r = (vf)_mm512_reduce_ps((__m512)x, 0x09);  // what is above the integer below
     vf p = fma(splat(0.07802411f), r, splat(0.2260679f));
