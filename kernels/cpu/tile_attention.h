@@ -1,6 +1,6 @@
 // Attention of a few query rows of one sequence to its keys, split by split.
 //
-// A query row's result depends on its own sequence and position alone: keys are taken in splits of 256 at fixed places, a
+// A query row's result depends on its own sequence and position alone: keys are taken in splits of 512 at fixed places, a
 // split is one softmax, splits are merged in order, and what the row does not see weighs exactly 0.  So it makes no
 // difference how many queries share a call, or which thread takes which split.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace ps {
 
-constexpr long SPLIT = 256;                  // tokens
+constexpr long SPLIT = 512;                  // tokens
 constexpr long SPLIT_GRANULES = SPLIT / GRANULE;
 constexpr long SCORE_STRIDE = SPLIT + 16;    // from row to row: not a power of two, which would crowd a few cache sets
 
