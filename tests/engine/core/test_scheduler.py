@@ -11,6 +11,7 @@ from pagestream.engine.core.config import PreemptionMode, SchedulerLimits, Sched
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.preemption import MAX_PREEMPTIONS_BEFORE_SPARED, PreemptionCosts
 from pagestream.engine.core.scheduler import Scheduler
+from pagestream.engine.core.step_plan import StepPlan
 from pagestream.engine.core.stopping import most_blocks, most_tokens
 from tests.engine.core.fake_run import BLOCK_SIZE, FakeRun, make_request, solo_answers
 
@@ -240,39 +241,33 @@ def test_prompts_beside_decodes_keep_the_step_short():
     run.run()
 
 
-def test_many_who_decode_let_more_of_a_prompt_in_beside_them():
-    limits = SchedulerLimits(8, 64, max_num_prefill_tokens=10, num_prefill_tokens_per_decode=4)
+def step_with_a_prompt_beside(num_decodes: int, limits: SchedulerLimits, num_repeats: int = 1) -> StepPlan:
+    """The first step in which a prompt of 100 tokens is computed beside those who decode, of three tokens' repeats each."""
     run = FakeRun(Scheduler(limits, BlockManager(200, BLOCK_SIZE)))
-    for number in range(5):
-        run.add(make_request(f"decodes{number}", [1, 2, number], 40))
+    for number in range(num_decodes):
+        run.add(make_request(f"decodes{number}", [1, 2, number] * num_repeats, 40))
     run.step()
     run.add(make_request("prompt", [5] * 100, 2))
     run.step()
-    assert run.plans[-1].num_tokens == 5 + 5 * 4
+    return run.plans[-1]
+
+
+def test_many_who_decode_let_more_of_a_prompt_in_beside_them():
+    limits = SchedulerLimits(8, 64, max_num_prefill_tokens=10, num_prefill_tokens_per_decode=4)
+    assert step_with_a_prompt_beside(5, limits).num_tokens == 5 + 5 * 4
 
 
 def test_long_contexts_let_more_of_a_prompt_in_beside_them():
     limits = SchedulerLimits(8, 256, max_num_prefill_tokens=10, num_context_tokens_per_prefill_token=5)
-    run = FakeRun(Scheduler(limits, BlockManager(200, BLOCK_SIZE)))
-    for number in range(2):
-        run.add(make_request(f"decodes{number}", [1, 2, number] * 30, 40))
-    run.step()
-    run.add(make_request("prompt", [5] * 100, 2))
-    run.step()
-    *decodes, prompt = run.plans[-1].scheduled
+    *decodes, prompt = step_with_a_prompt_beside(2, limits, num_repeats=30).scheduled
     assert len(prompt.token_ids) == sum(row.start for row in decodes) // 5 >= 18
 
 
 def test_prompts_beside_decodes_fill_what_is_multiplied_at_once():
     limits = SchedulerLimits(8, 256, max_num_prefill_tokens=40, num_rows_at_once=16)
-    run = FakeRun(Scheduler(limits, BlockManager(200, BLOCK_SIZE)))
-    for number in range(3):
-        run.add(make_request(f"decodes{number}", [1, 2, number], 40))
-    run.step()
-    run.add(make_request("prompt", [5] * 100, 2))
-    run.step()
-    assert run.plans[-1].num_tokens == 32
-    assert len(run.plans[-1].scheduled) > 1
+    plan = step_with_a_prompt_beside(3, limits)
+    assert plan.num_tokens == 32
+    assert len(plan.scheduled) > 1
 
 
 def test_prompts_take_the_whole_step_where_more_wait_than_decode():
