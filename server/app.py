@@ -17,14 +17,15 @@ from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
 from pagestream.server.key_limits import KeyLimits
 from pagestream.server.live import LiveFeed, add_live_route
-from pagestream.server.messages.route import create_message
-from pagestream.server.messages.wire import MessagesRequest
+from pagestream.server.messages.route import count_tokens, create_message
+from pagestream.server.messages.wire import CountTokensRequest, MessagesRequest
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
 from pagestream.server.openapi import (
     Responses,
     describe_answer,
     describe_body,
+    describe_count,
     describe_embeddings,
     describe_errors,
     describe_messages,
@@ -111,7 +112,7 @@ def bare_app(**options: Any) -> FastAPI:
     )
     add_routes(app)
     add_error_handlers(app)
-    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest, embeddings.EmbeddingRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
+    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest, embeddings.EmbeddingRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
     return app
 
 
@@ -146,6 +147,10 @@ def add_routes(app: FastAPI) -> None:
     )
     for path, create, answers, body, summary in (
         ("/v1/messages", create_message, describe_messages(), "MessagesRequest", "Answer a conversation in Anthropic's shape"),
+        (
+            "/v1/messages/count_tokens", count_tokens, describe_count(), "CountTokensRequest",
+            "The tokens that a message's prompt would have",
+        ),
         (
             "/v1/responses", create_response, describe_response(), "ResponsesRequest",
             "Answer a conversation in the shape of OpenAI's responses",

@@ -1,6 +1,7 @@
 """Exceptions to HTTP: one table, one envelope, for whole answers and for streams alike.
 
-The envelope is OpenAI's, nested: {"error": {"message", "type", "param", "code"}}.  Its size is bounded whatever the client sent.
+The envelope is OpenAI's, nested: {"error": {"message", "type", "param", "code"}}.  Below /v1/messages it is Anthropic's, which has a
+type of its own beside the error and other names for some types.  Its size is bounded whatever the client sent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from pagestream.engine import ClientError, DeadlineExceeded, EngineDead, EngineError, EngineFault, Overloaded, RequestFailed
 
@@ -23,6 +25,7 @@ MAX_MESSAGE_CHARS = 500
 MAX_PARAM_CHARS = 80
 
 TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout", 429: "rate_limit_error", 503: "service_unavailable"}
+ANTHROPIC_TYPES = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 # Not by `raise` alone: official clients repeat every 5xx, and what failed by its own content would fail again.
 NO_RETRY = {"x-should-retry": "false"}
@@ -62,6 +65,10 @@ class ApiError:
     def envelope(self) -> dict[str, Any]:
         param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
         return {"error": {"message": cut(self.message, MAX_MESSAGE_CHARS), "type": self.type, "param": param, "code": self.code}}
+
+    def anthropic_envelope(self) -> dict[str, Any]:
+        error = self.envelope()["error"]
+        return {"type": "error", "error": error | {"type": ANTHROPIC_TYPES.get(self.status, self.type)}}
 
 
 def cut(text: str, limit: int) -> str:
@@ -107,9 +114,21 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, scope: Scope) -> Response:
     told = as_api_error(error)
-    return json_response(told.envelope(), told.status, told.headers)
+    envelope = told.anthropic_envelope() if is_anthropic(scope) else told.envelope()
+    return json_response(envelope, told.status, told.headers)
+
+
+def own_path(scope: Scope) -> str:
+    """The path as the routes know it: without the prefix that a proxy serves this server under, if that came along."""
+    root, path = scope.get("root_path", ""), scope["path"]
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the request is meant for Anthropic's API."""
+    return f"{own_path(scope)}/".startswith("/v1/messages/")
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -119,7 +138,7 @@ def add_error_handlers(app: FastAPI) -> None:
         if isinstance(error, HTTPException):  # of the router, whose words do not say what was asked for
             detail = f"{error.detail}: {request.method} {request.url.path}"
             error = HTTPException(error.status_code, detail, dict(error.headers or {}))
-        return error_response(error)
+        return error_response(error, request.scope)
 
     for kind in (HttpError, HTTPException, EngineError):
         app.add_exception_handler(kind, answer)

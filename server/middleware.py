@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagestream.server.errors import HttpError, error_response
+from pagestream.server.errors import HttpError, error_response, is_anthropic, own_path
 from pagestream.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
+                if is_anthropic(scope):
+                    headers["Request-Id"] = request_id  # where clients of that API look
                 headers["OpenAI-Processing-Ms"] = str(round((time.monotonic() - start_s) * 1000))
             else:
                 num_sent_bytes += len(message.get("body", b""))
@@ -62,7 +64,7 @@ class RequestContext:
         except Exception as error:
             log.exception("%s %s failed, request id %s", scope["method"], scope["path"], request_id)
             if status == CLIENT_LEFT:
-                await error_response(error)(scope, receive, send_with_id)
+                await error_response(error, scope)(scope, receive, send_with_id)
         finally:
             self.finish(scope, request_id, status, time.monotonic() - start_s, num_sent_bytes)
 
@@ -97,12 +99,6 @@ def body_bytes(scope: Scope) -> int:
     return 0
 
 
-def own_path(scope: Scope) -> str:
-    """The path as the routes know it: without the prefix that a proxy serves this server under, if that came along."""
-    root, path = scope.get("root_path", ""), scope["path"]
-    return path[len(root) :] if root and path.startswith(root + "/") else path
-
-
 def is_public(path: str) -> bool:
     return path in PUBLIC or path.startswith("/ui/")
 
@@ -121,7 +117,7 @@ class ApiKey:
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = HttpError(401, "a valid key is needed: Authorization: Bearer <key>", code="invalid_api_key", headers=headers)
-        await error_response(refusal)(scope, receive, send)
+        await error_response(refusal, scope)(scope, receive, send)
 
     def holds_key(self, headers: dict[bytes, bytes]) -> bool:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")

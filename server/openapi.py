@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from pagestream.server.responses import AnthropicMessage, EmbeddingList, ErrorEnvelope, ResponseObject
+from pagestream.server.responses import AnthropicError, AnthropicMessage, EmbeddingList, ErrorEnvelope, ResponseObject, TokenCount
 
 SCHEMAS = "#/components/schemas/"
 
@@ -40,8 +40,8 @@ RESPONSE_EVENTS = (
 Responses = dict[int | str, dict[str, Any]]
 
 
-def describe_errors(*statuses: int) -> Responses:
-    return {status: {"model": ErrorEnvelope, "description": ERRORS[status]} for status in statuses}
+def describe_errors(*statuses: int, model: type[BaseModel] = ErrorEnvelope) -> Responses:
+    return {status: {"model": model, "description": ERRORS[status]} for status in statuses}
 
 
 def describe_body(schema: str) -> dict[str, Any]:
@@ -64,9 +64,11 @@ def either(*schemas: str) -> dict[str, Any]:
     return {"oneOf": [{"$ref": SCHEMAS + schema} for schema in schemas]}
 
 
-def describe_generation(whole: type[BaseModel], content: dict[str, Any], *statuses: int) -> Responses:
+def describe_generation(
+    whole: type[BaseModel], content: dict[str, Any], *statuses: int, error: type[BaseModel] = ErrorEnvelope
+) -> Responses:
     answer = {"model": whole, "content": content, "description": "The answer, whole or as a stream"}
-    return {200: answer} | describe_errors(*sorted((400, 401, 404, 413, 415, 429, 500, 503, *statuses)))
+    return {200: answer} | describe_errors(*sorted((400, 401, 404, 413, 415, 429, 500, 503, *statuses)), model=error)
 
 
 def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
@@ -76,12 +78,18 @@ def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
 
 def describe_messages() -> Responses:
     words = "Events of Anthropic's API, message_start to message_stop; a failure is an event `error`."
-    return describe_generation(AnthropicMessage, describe_events(words, named_data(MESSAGE_EVENTS), MESSAGE_EVENTS))
+    events = describe_events(words, named_data(MESSAGE_EVENTS), MESSAGE_EVENTS)
+    return describe_generation(AnthropicMessage, events, 408, error=AnthropicError)
+
+
+def describe_count() -> Responses:
+    told: Responses = {200: {"model": TokenCount, "description": "How many tokens the prompt of such a message has"}}
+    return told | describe_errors(400, 401, 404, 413, 415, model=AnthropicError)
 
 
 def describe_response() -> Responses:
     words = "Events `response.created` to `response.completed`, `response.incomplete` or `response.failed`."
-    return describe_generation(ResponseObject, describe_events(words, named_data(RESPONSE_EVENTS, "sequence_number"), RESPONSE_EVENTS))
+    return describe_generation(ResponseObject, describe_events(words, named_data(RESPONSE_EVENTS, "sequence_number"), RESPONSE_EVENTS), 408)
 
 
 def named_data(names: tuple[str, ...], *counters: str) -> dict[str, Any]:

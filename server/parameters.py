@@ -8,7 +8,7 @@ from fastapi import Request
 
 from pagestream.server.embeddings import EmbeddingRequest
 from pagestream.server.fields import WireModel
-from pagestream.server.messages.wire import MessagesRequest
+from pagestream.server.messages.wire import CountTokensRequest, MessagesRequest
 from pagestream.server.protocol import ChatRequest, CompletionRequest
 from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.tokenize import DetokenizeRequest, TokenizeRequest
@@ -17,6 +17,7 @@ ENDPOINTS: dict[str, type[WireModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,

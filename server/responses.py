@@ -194,6 +194,14 @@ class ErrorEnvelope(Shape):
     error: ErrorDetail
 
 
+class AnthropicError(ErrorEnvelope):
+    type: Literal["error"]
+
+
+class TokenCount(Shape):
+    input_tokens: int
+
+
 class AnthropicUsage(Shape):
     input_tokens: int
     cache_read_input_tokens: int

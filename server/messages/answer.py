@@ -110,7 +110,7 @@ class MessagesAnswer(ShapedAnswer):
         except Exception as error:
             self.abort()
             log.error("%s failed in its stream: %s", self.id, error, exc_info=not isinstance(error, EngineError))
-            yield event("error", **as_api_error(error).envelope())
+            yield event("error", **as_api_error(error).anthropic_envelope())
 
 
 def is_new_block(part: Part, block: dict[str, Any] | None) -> bool:

@@ -113,8 +113,8 @@ class Metadata(WireModel):
     user_id: Text | None = Field(None, description="Accepted for compatibility; without effect.")
 
 
-class MessagesRequest(Block):
-    """POST /v1/messages."""
+class Conversation(Block):
+    """What a message is asked for with, and its tokens are counted of."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
@@ -130,44 +130,24 @@ class MessagesRequest(Block):
         "user_profile_id": (),
         "workspace_id": (),
     }
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"model": "smollm2", "max_tokens": 32, "messages": [{"role": "user", "content": "Name a fruit."}]}
-        }
-    )
 
     model: Text = Field(description="A name that GET /v1/models lists.")
     messages: list[Turn] = Field(min_length=1, max_length=4096)
-    max_tokens: Count = Field(ge=1, description="Tokens to generate at most.")
     system: Text | Several[TextBlock] | None = None
-    stop_sequences: list[Text] | None = Field(None, max_length=16)
-    stream: Flag | None = False
-    temperature: Real | None = Field(1.0, ge=0, le=1)
-    top_p: Real | None = Field(1.0, ge=0, le=1)
-    top_k: Whole | None = Field(0, ge=0, le=2**31 - 1)
     tools: list[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: MessagesToolChoice | None = None
-    metadata: Metadata | None = None
-
-    @model_validator(mode="after")
-    def check_stops(self) -> Self:
-        if any(not text for text in self.stop_sequences or ()):
-            raise InvalidRequest("stop_sequences must hold non-empty strings", param="stop_sequences")
-        return self
 
     def as_chat(self) -> ChatRequest:
+        """Raises InvalidRequest."""
+        return check(ChatRequest, self.chat_fields())
+
+    def chat_fields(self) -> dict[str, Any]:
         """Raises InvalidRequest."""
         system = [{"role": "system", "content": joined(self.system)}] if self.system else []
         continues = self.messages[-1].role == "assistant"
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, *(message for turn in self.messages for message in turn.as_chat())],
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences or None,
-            "stream": self.stream,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
             "continue_final_message": continues,
         }
         if self.tools:
@@ -177,4 +157,46 @@ class MessagesRequest(Block):
             fields["parallel_tool_calls"] = not (choice is not None and choice.disable_parallel_tool_use)
         elif self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
             raise InvalidRequest("tool_choice needs tools to choose from", param="tool_choice")
-        return check(ChatRequest, fields)
+        return fields
+
+
+class CountTokensRequest(Conversation):
+    """POST /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}]}}
+    )
+
+
+class MessagesRequest(Conversation):
+    """POST /v1/messages."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"model": "smollm2", "max_tokens": 32, "messages": [{"role": "user", "content": "Name a fruit."}]}
+        }
+    )
+
+    max_tokens: Count = Field(ge=1, description="Tokens to generate at most.")
+    stop_sequences: list[Text] | None = Field(None, max_length=16)
+    stream: Flag | None = False
+    temperature: Real | None = Field(1.0, ge=0, le=1)
+    top_p: Real | None = Field(1.0, ge=0, le=1)
+    top_k: Whole | None = Field(0, ge=0, le=2**31 - 1)
+    metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def check_stops(self) -> Self:
+        if any(not text for text in self.stop_sequences or ()):
+            raise InvalidRequest("stop_sequences must hold non-empty strings", param="stop_sequences")
+        return self
+
+    def chat_fields(self) -> dict[str, Any]:
+        return super().chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }

@@ -161,7 +161,8 @@ def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.headers["x-request-id"]
     assert len(response.content) < 4096
     body = response.json()
-    assert set(body) == {"error"}
+    is_anthropic = "/v1/messages" in response.url.path
+    assert set(body) == ({"error", "type"} if is_anthropic else {"error"})
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
     return body["error"]

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import pytest
 
 from pagestream.engine import FinishReason, RequestFailed
-from pagestream.server.responses import AnthropicMessage
+from pagestream.server.responses import AnthropicError, AnthropicMessage, TokenCount
 from tests.server.conftest import Live, refusal_of, served_model
 from tests.tiny_models import make_checkpoint
 
@@ -123,4 +124,101 @@ def test_a_failure_in_a_stream_is_an_event(live: Live):
     finally:
         live.engine.step_s = before
     assert "event: message_stop" not in rest
-    assert rest[rest.index("event: error") + 1].startswith('data: {"type":"error","error":{"message":"a step failed"')
+    told = json.loads(rest[rest.index("event: error") + 1].removeprefix("data: "))
+    AnthropicError.model_validate(told)
+    assert (told["error"]["message"], told["error"]["type"]) == ("a step failed", "api_error")
+
+
+def test_a_breakpoint_for_the_cache_is_taken_wherever_it_stands_and_changes_nothing(live: Live):
+    mark = {"cache_control": {"type": "ephemeral"}}
+    asked = ASKED | {"temperature": 0, "system": [{"type": "text", "text": "Be brief."}]}
+    marked = asked | mark | {"system": [asked["system"][0] | mark], "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hello"} | mark]}
+    ]}  # fmt: skip
+    with client_of(live) as client:
+        plain, other = (client.messages.create(**as_client(fields)) for fields in (asked, marked))
+    assert (plain.content[0].text, plain.stop_reason) == (other.content[0].text, other.stop_reason)
+    assert refusal_of(live.client.post("/v1/messages", json=ASKED | {"cache_control": True}))["param"] == "cache_control"
+
+
+TURNS = [
+    {"role": "user", "content": "What is the weather in Rome?"},
+    {"role": "assistant", "content": [
+        {"type": "text", "text": "I will ask."}, {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Rome"}},
+    ]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "Sunny."}]}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"system": [{"type": "text", "text": "Be brief."}], "cache_control": {"type": "ephemeral"}},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": {"type": "none"}},
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}, "system": "Be brief."},
+        {"tools": [TOOL], "messages": TURNS},
+        {"messages": [*ASKED["messages"], {"role": "assistant", "content": "The best of"}]},
+    ],
+)
+def test_a_count_is_what_the_message_is_charged_for(real: Live, fields):
+    asked = {name: value for name, value in ASKED.items() if name != "max_tokens"} | fields
+    with client_of(real) as client:
+        count = client.messages.count_tokens(**asked)
+        before = real.metric("vllm:generation_tokens_total")
+        assert client.messages.count_tokens(**asked).input_tokens == count.input_tokens
+        assert real.metric("vllm:generation_tokens_total") == before
+        usage = client.messages.create(**asked, max_tokens=1).usage
+    assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens > 0
+    TokenCount.model_validate(real.client.post("/v1/messages/count_tokens", json=asked).json())
+
+
+def test_what_is_too_long_for_the_model_is_counted_all_the_same(real: Live):
+    turns = [{"role": "user", "content": "Hello " * 5000}]
+    with client_of(real) as client:
+        count = client.messages.count_tokens(model="m", messages=turns).input_tokens
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.messages.create(model="m", messages=turns, max_tokens=1)
+    assert count >= 5000
+    assert f"{count}" in refused.value.api_message.replace(",", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 5}, "max_tokens"),  # nothing is generated
+        ({"message": 1}, "message"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    ],
+)
+def test_a_count_refuses_as_a_message_does(live: Live, fields, param):
+    asked = {"model": "m", "messages": ASKED["messages"]} | fields
+    assert refusal_of(live.client.post("/v1/messages/count_tokens", json=asked))["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_refusals_are_the_apis(start, path):
+    live: Live = start(api_keys=("k",), max_body_bytes=2000)
+    asked = {"model": "m", "messages": ASKED["messages"]} | ({"max_tokens": 1} if path == "/v1/messages" else {})
+
+    def refused(status: int, headers: dict[str, str], **sent: Any) -> str:
+        response: httpx.Response = live.client.post(path, headers=headers, **sent)
+        AnthropicError.model_validate(response.json())
+        assert response.headers["request-id"] == response.headers["x-request-id"]
+        return refusal_of(response, status)["type"]
+
+    key = {"x-api-key": "k"}
+    assert refused(401, {}, json=asked) == "authentication_error"
+    assert refused(400, key, json=asked | {"messages": 5}) == "invalid_request_error"
+    assert refused(404, key, json=asked | {"model": "other"}) == "not_found_error"
+    assert refused(413, key, json=asked | {"system": "a" * 3000}) == "request_too_large"
+    client = anthropic.Anthropic(base_url=live.url, api_key="wrong", max_retries=0, timeout=60)
+    with client, pytest.raises(anthropic.AuthenticationError) as error:
+        client.messages.count_tokens(model="m", messages=ASKED["messages"])
+    assert error.value.type == "authentication_error"
+    assert error.value.request_id

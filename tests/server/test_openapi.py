@@ -80,6 +80,7 @@ FAULT = {"x_fault": {"kind": "raise", "at_token": 3}}
         ("/v1/chat/completions", {"messages": TURNS, "logprobs": True, "top_logprobs": 1, "n": 2}),
         ("/v1/chat/completions", {"messages": TURNS, **FAULT}),
         ("/v1/messages", {"messages": TURNS}),
+        ("/v1/messages", {"messages": TURNS, "cache_control": {"type": "ephemeral"}}),
         ("/v1/responses", {"input": "Hello"}),
     ],
 )
