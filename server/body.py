@@ -7,11 +7,12 @@ import difflib
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pagestream.engine import InvalidRequest
@@ -22,6 +23,11 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 1 << 16  # arrays and objects; a parser makes so many in a tenth of a second, in which nobody else has a turn
 IDEMPOTENCY_KEY = "idempotency-key"
 MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
+
+KINDS = {
+    "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "a boolean", "list_type": "an array",
+    "dict_type": "an object", "model_type": "an object",
+}  # fmt: skip
 
 Wire = TypeVar("Wire", bound=WireModel)
 Location = tuple[int | str, ...]
@@ -126,13 +132,12 @@ def check(wire: type[Wire], fields: dict[str, Any]) -> Wire:
         raise as_refusal(error, wire, fields) from None
 
 
-def as_refusal(error: ValidationError, wire: type[BaseModel], fields: dict[str, Any]) -> InvalidRequest:
-    fault, steps = likeliest(error, fields)
+def as_refusal(error: ValidationError, wire: type[WireModel], fields: dict[str, Any]) -> InvalidRequest:
+    fault, steps, kinds = likeliest(error, fields)
     param = path_of(steps)
     if fault["type"] == "extra_forbidden":
         name = str(fault["loc"][-1])
-        near = difflib.get_close_matches(name[:64], wire.model_fields, n=1) if len(fault["loc"]) == 1 else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = hint_at(name, wire) if len(fault["loc"]) == 1 else ""
         return InvalidRequest(f"unknown field {name[:64]!r}{hint}", param=param, code="unknown_parameter")
     if fault["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
@@ -140,26 +145,58 @@ def as_refusal(error: ValidationError, wire: type[BaseModel], fields: dict[str, 
         refusal = fault["ctx"]["error"]
         if isinstance(refusal, InvalidRequest):
             return refusal
-        return InvalidRequest(str(refusal), param=param or None)
+        return InvalidRequest(f"{param}: {refusal}" if param else str(refusal), param=param or None)
     if fault["type"] == "union_tag_invalid":
         return InvalidRequest(f"{param}.type must be one of {fault['ctx']['expected_tags']}", param=f"{param}.type")
-    if fault["type"] == "model_type":
-        return InvalidRequest(f"{param} must be an object, not {shown(fault['input'])}", param=param)
-    message = fault["msg"].replace("Input should be", "must be", 1)
-    return InvalidRequest(f"{param} {message}, not {shown(fault['input'])}", param=param)
+    return InvalidRequest(f"{param} {rule_of(fault, kinds)}", param=param)
 
 
-def likeliest(error: ValidationError, fields: dict[str, Any]) -> tuple[ErrorDetails, Location]:
-    """The fault to tell, and where it is."""
+def rule_of(fault: ErrorDetails, kinds: list[str]) -> str:
+    """What the value must be, and what it is instead."""
+    limits, is_text = fault.get("ctx", {}), fault["type"].startswith("string_")
+    unit = "characters" if is_text else "entries"
+    match fault["type"]:
+        case "too_short" | "string_too_short":
+            least = limits["min_length"]
+            return "must not be empty" if least == 1 else f"must hold at least {least} {unit}"
+        case "too_long" | "string_too_long":
+            return f"must hold at most {limits['max_length']} {unit}, not {len(fault['input'])}"
+        case "string_pattern_mismatch":
+            return f"must match {limits['pattern']}, which {shown(fault['input'])} does not"
+    rule = f"must be {' or '.join(kinds)}" if kinds else fault["msg"].replace("Input should be", "must be", 1)
+    return f"{rule}, not {shown(fault['input'])}"
+
+
+def hint_at(name: str, wire: type[WireModel]) -> str:
+    """What may help whoever wrote this unknown field; empty where nothing is known."""
+    if name in wire.elsewhere:
+        return f"; {wire.elsewhere[name]} takes it"
+    near = likely_name(name[:64], wire.model_fields)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def likely_name(name: str, known: Collection[str]) -> str | None:
+    """The known name that was meant: one with some words more or less, else one that is spelt nearly so."""
+    words = set(name.lower().replace("-", "_").split("_"))
+    shares = {each: len(words & parts) / len(words | parts) for each in known if (parts := set(each.split("_"))) & words}
+    related = [each for each, share in shares.items() if share >= 0.5 and share == max(shares.values())]
+    spelt = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
+    return next(iter(spelt or related), None)
+
+
+def likeliest(error: ValidationError, fields: dict[str, Any]) -> tuple[ErrorDetails, Location, list[str]]:
+    """The fault to tell, where it is, and, where it is one of kind, the kinds that are taken there."""
     told = [(fault, steps_within(fields, fault)) for fault in error.errors(include_url=False)]
     # A misspelt field first: it is likelier the cause of the other faults than their company.
     for fault, steps in told:
         if fault["type"] == "extra_forbidden" and len(steps) == len(fault["loc"]):
-            return fault, steps
+            return fault, steps, []
     # What may be of several kinds has a fault for each of them: the kind that was meant is the one that fits furthest.
     _, first = told[0]
     beside = [each for each in told if each[1][: len(first)] == first]
-    return max(beside, key=lambda each: (len(each[1]), each[0]["type"] != "extra_forbidden"))
+    fault, steps = max(beside, key=lambda each: (len(each[1]), each[0]["type"] != "extra_forbidden"))
+    kinds = [KINDS[each["type"]] for each, place in beside if place == steps and each["type"] in KINDS]
+    return fault, steps, list(dict.fromkeys(kinds)) if fault["type"] in KINDS else []
 
 
 def steps_within(value: Any, fault: ErrorDetails) -> Location:

@@ -35,9 +35,12 @@ Several = Annotated[list[Item], Field(fail_fast=True)]  # a body has room for mi
 
 
 class WireModel(BaseModel):
-    """An unknown field is refused, never ignored.  `unsupported` has known ones, with those values that ask for nothing."""
+    """An unknown field is refused, never ignored.  `unsupported` has known ones, with those values that ask for nothing, and
+    `elsewhere` those that are easily taken for this route's, with the route that takes them.
+    """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    elsewhere: ClassVar[dict[str, str]] = {}
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")

@@ -187,6 +187,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     unsupported = UNSUPPORTED_COMPLETION
+    elsewhere = {"messages": "/v1/chat/completions", "tools": "/v1/chat/completions", "input": "/v1/responses"}
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}}
     )
@@ -273,6 +274,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     unsupported = UNSUPPORTED_CHAT
+    elsewhere = {"prompt": "/v1/completions", "best_of": "/v1/completions", "echo": "/v1/completions", "input": "/v1/responses"}
     model_config = ConfigDict(
         json_schema_extra={
             "example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}], "max_tokens": 32}

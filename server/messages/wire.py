@@ -177,7 +177,7 @@ class MessagesRequest(Conversation):
         }
     )
 
-    max_tokens: Count = Field(ge=1, description="Tokens to generate at most.")
+    max_tokens: Count = Field(description="Tokens to generate at most; 0 computes the prompt alone, which is then in the cache.")
     stop_sequences: list[Text] | None = Field(None, max_length=16)
     stream: Flag | None = False
     temperature: Real | None = Field(1.0, ge=0, le=1)

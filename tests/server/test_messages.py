@@ -73,6 +73,15 @@ def test_the_events_are_the_apis(live: Live):
     assert middle == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
 
 
+def test_a_message_of_no_tokens_leaves_its_prompt_in_the_cache(real: Live):
+    turns = [{"role": "user", "content": "A question that was asked by nobody yet."}]
+    with client_of(real) as client:
+        first = client.messages.create(model="m", messages=turns, max_tokens=0)
+        second = client.messages.create(model="m", messages=turns, max_tokens=1)
+    assert (first.content, first.stop_reason, first.usage.output_tokens) == ([], "max_tokens", 0)
+    assert first.usage.cache_read_input_tokens < 16 <= second.usage.cache_read_input_tokens
+
+
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "get_weather"}, {"type": "any", "disable_parallel_tool_use": True}])
 def test_tools_are_called_and_answered(real: Live, choice):
     asked = ASKED | {"tools": [TOOL], "tool_choice": choice, "temperature": 0, "max_tokens": 100}

@@ -11,6 +11,7 @@ from pagestream.server.protocol import ChatRequest
 from tests.server.conftest import Live, refusal_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TURN = [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["ok", ""], [[1, 2], []], None, 7, {"text": "a"}, True])
@@ -267,6 +268,48 @@ def test_a_misspelt_field_is_reported_with_its_likeliest_name(live: Live, kind, 
     error = refusal_of(live.complete(prompt="a", **fields) if kind == "completions" else live.chat(**fields))
     assert (error["param"], error["code"]) == (typo, "unknown_parameter")
     assert f"did you mean {meant!r}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "hint"),
+    [
+        (COMPLETIONS, "max_completion_tokens", "did you mean 'max_tokens'?"),
+        (COMPLETIONS, "stop_sequences", "did you mean 'stop'?"),
+        (COMPLETIONS, "messages", f"{CHAT} takes it"),
+        (CHAT, "prompt", f"{COMPLETIONS} takes it"),
+        ("/v1/messages", "stop", "did you mean 'stop_sequences'?"),
+        ("/v1/responses", "max_tokens", "did you mean 'max_output_tokens'?"),
+        (COMPLETIONS, "system", ""),  # is spelt much like stream, and means something else
+        (COMPLETIONS, "cache_control", ""),
+    ],
+)
+def test_an_unknown_field_is_reported_with_what_is_meant_by_it_or_nothing(live: Live, path, field, hint):
+    message = refusal_of(live.post(path, **{field: "a"}))["message"]
+    assert message == f"unknown field {field!r}" + (f"; {hint}" if hint else "")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (CHAT, {"messages": []}, "messages must not be empty"),
+        (CHAT, {"messages": "hi"}, 'messages must be an array, not "hi"'),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a string or an array, not 5"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content is required"),
+        (CHAT, {"messages": TURN, "chat_template_kwargs": 5}, "chat_template_kwargs must be an object, not 5"),
+        (CHAT, {"messages": TURN, "top_logprobs": 1.5}, "top_logprobs must be an integer, not 1.5"),
+        (COMPLETIONS, {"prompt": "a", "bad_words": [""]}, "bad_words[0] must not be empty"),
+        (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 65}, "bad_words must hold at most 64 entries, not 65"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": "a" * 257}, "cache_salt must hold at most 256 characters, not 257"),
+        ("/v1/responses", {"input": ""}, "input must not be empty"),
+        ("/v1/responses", {"input": 5}, "input must be a string or an array, not 5"),
+        (
+            "/v1/messages", {"messages": TURN, "max_tokens": 1, "tools": [{"name": "f f", "input_schema": {}}]},
+            'tools[0].name must match ^[a-zA-Z0-9_.\\-]{1,64}$, which "f f" does not',
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_is_taken_in_words_of_json(live: Live, path, fields, message):
+    assert refusal_of(live.post(path, **fields))["message"] == message
 
 
 UNSUPPORTED = [
