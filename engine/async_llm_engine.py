@@ -184,7 +184,7 @@ class AsyncLLMEngine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams,
         *,
-        param: str = "prompt",
+        param: str | Sequence[str] = "prompt",
         priority: int = 0,
         cache_salt: str = "",
         fault: Fault | None = None,
@@ -201,7 +201,8 @@ class AsyncLLMEngine:
         steps, or, where a step takes too long for that, for its reader alone; its blocks are then freed right after the step.
         `begun`, one per prompt, is what an earlier engine has made of them.  With `pooling` the last output of each has the
         prompt's embedding, and nothing is generated, whatever `params` say.
-        Raises ClientError before anything is admitted (`param` is how the caller calls the prompt), EngineDead after the end.
+        Raises ClientError before anything is admitted (`param` is how the caller calls the prompts, or each of them), EngineDead after
+        the end.
         """
         arrival_time_s = time.monotonic()
         options = RequestOptions(
@@ -218,7 +219,7 @@ class AsyncLLMEngine:
                     params,
                     arrival_time_s=arrival_time_s,
                     options=replace(options, begun=begun[index]) if begun else options,
-                    param=param,
+                    param=param if isinstance(param, str) else param[index],
                 )
                 for index, prompt in enumerate(prompts)
             ]

@@ -55,7 +55,7 @@ ServedNames = Annotated[
     list[str] | None,
     option("--served-model-name", SERVER, "Name in requests and answers; may be repeated. Default: the model as given."),
 ]
-ApiKeys = Annotated[list[str] | None, option("--api-key", SERVER, "Ask for this key below /v1; may be repeated.")]
+ApiKeys = Annotated[list[str] | None, option("--api-key", SERVER, "Ask for this key on all routes but the page, its files and those of operation; may be repeated.")]
 Origins = Annotated[
     list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")
 ]

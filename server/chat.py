@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fastapi import Request, Response
 
-from pagestream.engine import CompletionOutput, SamplingParams
+from pagestream.engine import CompletionOutput, InvalidRequest, SamplingParams
 from pagestream.server.answer import Answer, Piece
 from pagestream.server.body import read_body
 from pagestream.server.errors import json_response
@@ -159,6 +159,7 @@ class ShapedAnswer(ChatAnswer):
     """A chat answer that another API asked for and whose whole and stream are written as that API does."""
 
     asked: Any  # the request in that API's shape
+    names: ClassVar[Mapping[str, str]] = {}  # of a chat request's fields there
 
     def parts(self, piece: Piece, reader: ReplyReader | None) -> list[Part]:
         if reader is None:
@@ -182,10 +183,17 @@ async def respond_as(http: Request, kind: type[S], asked: WireModel, request: Ch
     settings: ServerSettings = http.app.state.settings
     refuse_idempotency(http)
     check_name(request.model, settings)
-    answer, prompt = await prepare_as(kind, request, engine, settings)
-    answer.asked = asked
-    introduce(http, settings, answer)
-    if request.stream:
-        await while_connected(http, admit(engine, answer, [prompt], param))
-        return AnswerStream(answer, settings, answer.events())
-    return json_response(await while_connected(http, admitted_and_whole(engine, answer, [prompt], param)))
+    try:
+        answer, prompt = await prepare_as(kind, request, engine, settings)
+        answer.asked = asked
+        introduce(http, settings, answer)
+        if request.stream:
+            await while_connected(http, admit(engine, answer, [prompt], param))
+            return AnswerStream(answer, settings, answer.events())
+        return json_response(await while_connected(http, admitted_and_whole(engine, answer, [prompt], param)))
+    except InvalidRequest as error:
+        field = error.param or ""
+        if field not in kind.names:
+            raise
+        name = kind.names[field]
+        raise InvalidRequest(error.message.replace(field, name, 1), param=name, code=error.code) from None

@@ -17,7 +17,7 @@ from pagestream.engine import DeadlineExceeded, FinishReason, Pooling, RequestFa
 from pagestream.server.answer import encode
 from pagestream.server.body import read_body
 from pagestream.server.fields import Flag, Real, Text, Whole, WireModel, as_prompts, prompt_schema
-from pagestream.server.generation import MAX_TIMEOUT_S, check_name, refuse_idempotency, time_limit_s, while_connected
+from pagestream.server.generation import MAX_TIMEOUT_S, check_name, places_of, refuse_idempotency, time_limit_s, while_connected
 from pagestream.server.key_limits import Lease, owner_of
 from pagestream.server.settings import ServerSettings
 
@@ -89,23 +89,25 @@ class Embeddings:
     async def whole(self, lease: Lease) -> bytes:
         """The body.  Raises ClientError, also where only a later input is at fault, and EngineFault."""
         inputs = self._request.input
+        places = places_of("input", len(inputs))
         end_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         try:
             for start in range(0, len(inputs), INPUTS_AT_ONCE):
-                await self._add(inputs[start : start + INPUTS_AT_ONCE], end_s)
+                end = start + INPUTS_AT_ONCE
+                await self._add(inputs[start:end], places[start:end], end_s)
         finally:
             lease.give_back(self._num_tokens)
         usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
         rest = encode({"model": self._request.model, "usage": usage})
         return f'{{"object":"list","data":[{",".join(self._parts)}],{rest[1:]}'.encode("ascii")
 
-    async def _add(self, inputs: Sequence[str | list[int]], end_s: float | None) -> None:
+    async def _add(self, inputs: Sequence[str | list[int]], places: Sequence[str], end_s: float | None) -> None:
         request = self._request
         streams = await self._engine.add_requests(
             self._id,
             inputs,
             SamplingParams(max_tokens=0),
-            param="input",
+            param=places,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             add_special_tokens=request.add_special_tokens is not False,

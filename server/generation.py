@@ -148,7 +148,7 @@ async def admit(
             answer.id,
             prompts,
             answer.params,
-            param=param,
+            param=places_of(param, len(prompts)),
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             fault=request.fault(),
@@ -172,6 +172,11 @@ async def admit(
         journal.admitted(answer, streams)
         if request.wants_resumable:
             await journal.written()
+
+
+def places_of(field: str, number: int) -> list[str]:
+    """Of one entry, or of several, in a field that takes both."""
+    return [field] if number == 1 else [f"{field}[{index}]" for index in range(number)]
 
 
 def time_limit_s(http: Request, asked_s: float | None) -> float | None:

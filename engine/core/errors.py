@@ -43,9 +43,11 @@ class ContextLengthExceeded(ClientError, ValueError):
     """Prompt and answer together can never fit; waiting would not help."""
 
     def __init__(self, *, param: str, num_tokens: int, max_tokens: int, limit: int, limited_by: str = "the model's context length"):
+        asked, advice = f" and max_tokens is {max_tokens}, together {num_tokens + max_tokens}", "Shorten the prompt or lower max_tokens."
+        if num_tokens > limit:
+            asked, advice = "", "Shorten it."
         super().__init__(
-            f"{param} has {num_tokens} tokens and max_tokens is {max_tokens}, together {num_tokens + max_tokens}; "
-            f"{limited_by} is {limit} tokens. Shorten the prompt or lower max_tokens.",
+            f"{param} has {num_tokens} tokens{asked}; {limited_by} is {limit} tokens. {advice}",
             param=param,
             code="context_length_exceeded",
         )

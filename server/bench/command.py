@@ -46,7 +46,7 @@ def bench_serve(
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="PAGESTREAM_API_KEY")] = None,
     json_file: JsonFile = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw latency over load into this PNG; needs pagestream[plot].")
+        Path | None, typer.Option("--plot", help=r"Draw latency over load into this PNG; needs pagestream\[plot].")
     ] = None,
 ) -> None:
     """Put a server under load and print what its clients saw; of several, also the first one's figures over each other's."""

@@ -41,6 +41,7 @@ def delta_of(part: Part) -> dict[str, Any]:
 
 class MessagesAnswer(ShapedAnswer):
     id_prefix = "msg"
+    names = {"response_format": "output_config.format"}
 
     def message(self, content: list[dict[str, Any]], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}

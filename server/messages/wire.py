@@ -86,10 +86,11 @@ class MessagesTool(Block):
     name: Text = Field(pattern=NAME)
     description: Text | None = None
     input_schema: dict[str, Any] = Field(description="A JSON Schema of an object.")
+    strict: Flag | None = Field(None, description="The input fits the schema also where the model chooses the tool by itself.")
 
     def as_chat(self) -> dict[str, Any]:
-        described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+        told = {"name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
 
 
 class MessagesToolChoice(WireModel):
@@ -113,6 +114,16 @@ class Metadata(WireModel):
     user_id: Text | None = Field(None, description="Accepted for compatibility; without effect.")
 
 
+class OutputFormat(WireModel):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema", description="A JSON Schema, which the answer fits.")
+
+
+class OutputConfig(WireModel):
+    format: OutputFormat | None = None
+    effort: Literal["high"] | None = Field(None, description="Accepted for compatibility, as the default; without effect.")
+
+
 class Conversation(Block):
     """What a message is asked for with, and its tokens are counted of."""
 
@@ -122,7 +133,6 @@ class Conversation(Block):
         "diagnostics": (),
         "inference_geo": (),
         "mcp_servers": ([],),
-        "output_config": ({},),
         "output_format": (),
         "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
@@ -136,6 +146,7 @@ class Conversation(Block):
     system: Text | Several[TextBlock] | None = None
     tools: list[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: MessagesToolChoice | None = None
+    output_config: OutputConfig | None = Field(None, description="Its format is what the answer is constrained to.")
 
     def as_chat(self) -> ChatRequest:
         """Raises InvalidRequest."""
@@ -150,6 +161,8 @@ class Conversation(Block):
             "messages": [*system, *(message for turn in self.messages for message in turn.as_chat())],
             "continue_final_message": continues,
         }
+        if self.output_config is not None and self.output_config.format is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.output_config.format.json_schema}}
         if self.tools:
             choice = self.tool_choice
             fields["tools"] = [tool.as_chat() for tool in self.tools]

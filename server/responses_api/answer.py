@@ -46,6 +46,7 @@ class Item:
 
 class ResponseAnswer(ShapedAnswer):
     id_prefix = "resp"
+    names = {"response_format": "text.format"}
     asked: ResponsesRequest
 
     def response(self, status: str, items: list[Item], error: dict[str, Any] | None = None) -> dict[str, Any]:

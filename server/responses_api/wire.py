@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
 from pagestream.server.fields import Count, Flag, Real, Several, Text, WireModel, at_most
 from pagestream.server.protocol import ChatRequest
@@ -89,6 +90,12 @@ class TextFormat(WireModel):
     description: Text | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="Only with type json_schema.")
     strict: Flag | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest("text.format has a schema with type json_schema, and only then", param="text.format.schema")
+        return self
 
     def as_chat(self) -> dict[str, Any]:
         named = {"name": self.name, "schema": self.json_schema}

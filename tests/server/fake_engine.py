@@ -362,7 +362,7 @@ class FakeEngine:
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams,
         *,
-        param: str = "prompt",
+        param: str | Sequence[str] = "prompt",
         priority: int = 0,
         cache_salt: str = "",
         fault: Fault | None = None,
@@ -382,7 +382,8 @@ class FakeEngine:
         if self.is_draining:
             self.reject("draining", "the server is ending", 2.5)
         made = []
-        for place, prompt in enumerate(prompts):
+        names = [param] * len(prompts) if isinstance(param, str) else param
+        for place, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
             ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
             if truncate_prompt_tokens is not None:
                 ids = ids[-truncate_prompt_tokens:]

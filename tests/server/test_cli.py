@@ -6,11 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from rich.text import Text
 
 from pagestream.server import __main__ as command
 from pagestream.server.args import ENGINE_OPTIONS, count, gib
@@ -56,7 +59,7 @@ def test_version():
     ],
 )
 def test_an_option_that_cant_be_is_one_line_and_exit_code_2(arguments, named):
-    assert named in complaint("serve", *arguments)
+    assert named in complaint("serve", *arguments, PAGESTREAM_PORT="0")  # whoever listens at the default one
 
 
 def test_the_environment_is_read_like_flags():
@@ -99,6 +102,18 @@ def test_what_is_no_size(text):
 def test_a_count_has_no_sign():
     with pytest.raises(typer.BadParameter):
         count("-1")
+
+
+def helps(group: Any) -> Iterator[str]:
+    for each in group.commands.values():
+        yield from helps(each) if hasattr(each, "commands") else (param.help or "" for param in each.params)
+
+
+def test_no_bracket_of_a_help_is_read_as_a_colour():
+    texts = list(helps(typer.main.get_command(command.cli)))
+    assert len(texts) > 100
+    for text in texts:
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), text
 
 
 def test_every_engine_option_has_a_flag():

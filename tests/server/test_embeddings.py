@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,10 +68,19 @@ def test_base64_holds_the_same_numbers(live):
         ({"input": "a", "timeout_s": 0}, "timeout_s"),
         ({"input": "a", "inptu": "b"}, "inptu"),
         ({"input": "a", "max_tokens": 5}, "max_tokens"),
+        ({"input": [[1]] * (INPUTS_AT_ONCE + 1) + [[10**6]]}, f"input[{INPUTS_AT_ONCE + 1}]"),
+        ({"input": [[1]] * INPUTS_AT_ONCE + [[10**6]]}, f"input[{INPUTS_AT_ONCE}]"),
+        ({"input": [[10**6]]}, "input"),
     ],
 )
 def test_refusals_name_the_field(live, fields, param):
     assert refusal_of(live.post("/v1/embeddings", **fields))["param"] == param
+
+
+def test_what_is_too_long_is_told_by_its_place_and_without_what_was_not_asked(real):
+    error = refusal_of(real.post("/v1/embeddings", input=["a", "the fox " * 2000]))
+    assert (error["param"], error["code"]) == ("input[1]", "context_length_exceeded")
+    assert re.fullmatch(r"input\[1\] has \d+ tokens; the model's context length is \d+ tokens\. Shorten it\.", error["message"])
 
 
 def test_unknown_model(live):

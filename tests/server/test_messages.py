@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
 import jsonschema
+import pydantic
 import pytest
 
 from pagestream.engine import FinishReason, RequestFailed
+from pagestream.server.messages.wire import MessagesRequest
 from pagestream.server.responses import AnthropicError, AnthropicMessage, TokenCount
 from tests.server.conftest import Live, refusal_of, served_model
 from tests.tiny_models import make_checkpoint
@@ -102,10 +104,44 @@ def test_tools_are_called_and_answered(real: Live, choice):
     assert after.usage.input_tokens + after.usage.cache_read_input_tokens > message.usage.input_tokens
 
 
+class Place(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+    is_old: bool
+
+
+def test_an_answer_fits_the_schema_that_is_asked_for(real: Live):
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": ASKED["messages"]}
+    with client_of(real) as client:
+        message = client.messages.parse(**asked, output_format=Place)
+        assert isinstance(message.parsed_output, Place)
+        with client.messages.stream(**asked, output_format=Place) as stream:
+            assert isinstance(stream.get_final_message().parsed_output, Place)
+        error = refusal_of(real.client.post("/v1/messages", json=asked | {"output_config": schema_of({"type": "nonsense"})}))
+    assert (error["param"], error["code"]) == ("output_config.format", "invalid_constraint")
+    assert error["message"] == "output_config.format can't be compiled: Invalid type: nonsense"
+
+
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"format": {"type": "json_schema", "schema": schema}}
+
+
+def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(real: Live):
+    asked = ASKED | {"tools": [TOOL | {"strict": True}], "temperature": 1, "max_tokens": 60}
+    schema = MessagesRequest.model_validate(asked).as_chat().tools[0].function  # type: ignore[index]
+    assert (schema.strict, schema.parameters) == (True, SCHEMA)
+    with client_of(real) as client:
+        message = client.messages.create(**as_client(asked))
+    for call in (block for block in message.content if block.type == "tool_use"):
+        jsonschema.validate(call.input, SCHEMA)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"messages": []}, "messages"),
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
@@ -169,6 +205,7 @@ TURNS = [
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}, "system": "Be brief."},
         {"tools": [TOOL], "messages": TURNS},
         {"messages": [*ASKED["messages"], {"role": "assistant", "content": "The best of"}]},
+        {"tools": [TOOL | {"strict": True}], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "high"}},
     ],
 )
 def test_a_count_is_what_the_message_is_charged_for(real: Live, fields):

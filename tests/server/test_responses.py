@@ -90,8 +90,18 @@ def test_tools_are_called_and_answered(real: Live):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
     ],
 )
 def test_refusals_name_the_field(live: Live, fields, param):
     error = refusal_of(live.client.post("/v1/responses", json={"model": "m", "input": "a"} | fields))
     assert error["param"].startswith(param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_field_here(real: Live, stream):
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}}
+    error = refusal_of(real.client.post("/v1/responses", json={"model": "m", "input": "a", "text": text, "stream": stream}))
+    assert (error["param"], error["code"]) == ("text.format", "invalid_constraint")
+    assert error["message"] == "text.format can't be compiled: Invalid type: nonsense"

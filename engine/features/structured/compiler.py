@@ -7,6 +7,7 @@ limits that it counts itself, so that no text can make compiling, or a step, tak
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,  # it has no limit
     "verbose_errors": False,
 }
+
+PLACE, EXCERPT = re.compile(r"^at \d+\(\d+\): "), re.compile(r"^ *\d+ \| ", re.MULTILINE)
 
 
 class Vocabulary(Protocol):
@@ -90,8 +93,7 @@ class ConstraintCompiler:
         if not made.is_error():
             made.compute_bitmask()
         if made.is_error():
-            reason = made.get_error().partition("\n<state>")[0].partition("<non-verbose/>")[0]
-            raise refusal(constraint, f"can't be compiled: {' '.join(reason.split())}")
+            raise refusal(constraint, f"can't be compiled: {reason_of(made.get_error(), constraint.kind == 'grammar')}")
         if made.is_stopped() and not made.is_accepting():
             raise refusal(constraint, "admits no answer at all")
         return made
@@ -105,6 +107,14 @@ class ConstraintCompiler:
                 wrapper = TokenizerWrapper(TokenTable(self._vocabulary, self.vocab_size, eos_token_ids))
                 self._tokens = LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=eos_token_ids)
             return self._tokens
+
+
+def reason_of(error: str, is_own_grammar: bool) -> str:
+    """In one line; the library also quotes the grammar, of which a caller has written a line only if all of it is theirs."""
+    reason = error.partition("\n<state>")[0].partition("<non-verbose/>")[0]
+    if not is_own_grammar:
+        reason = PLACE.sub("", EXCERPT.split(reason, maxsplit=1)[0])
+    return " ".join(reason.split())
 
 
 class TokenTable:

@@ -196,6 +196,20 @@ def test_what_cannot_be_enforced_is_refused_at_once(llm, kind, text):
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("lark", 'start: call\ncall: "f" args\nargs: %json {"type":"objct"}\n', "failed to compile JSON schema: Invalid type: objct"),
+        ("regex", "(", 'invalid regex "(" (in regex): regex parse error: ( ^ error: unclosed group'),
+        ("grammar", "start: x", 'at 1(8): unknown name: "x" 1 | start: x ^'),  # the caller's own: where in it
+    ],
+)
+def test_a_refusal_quotes_no_grammar_that_the_caller_has_not_written(llm, kind, text, told):
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.generate("a", constrained(kind, text), use_tqdm=False)
+    assert refusal.value.message == f"it can't be compiled: {told}"
+
+
 @pytest.mark.parametrize("text", ["(a+)+$", "(x+x+)+y", "((a{0,100}){0,100}){0,100}", "(.*a.{15}){3}", "(.|a|b)*(a|b){40}c"])
 def test_no_regex_takes_long(llm, text):
     start_s = time.process_time()  # what it costs, however busy the machine is with something else
