@@ -9,14 +9,19 @@ from fastapi import Request
 from pydantic import Field, model_validator
 
 from pagestream.engine import InvalidRequest
-from pagestream.server.body import read_body
+from pagestream.server.body import check, read_body
+from pagestream.server.chat import prepare
 from pagestream.server.fields import Count, Flag, Several, Text, WireModel
 from pagestream.server.generation import check_name
-from pagestream.server.protocol import Message
+from pagestream.server.protocol import ChatRequest, Message
 from pagestream.server.settings import ServerSettings
+from pagestream.server.tools.wire import MAX_TOOLS, Tool
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
+
+
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 class TokenizeRequest(WireModel):
@@ -26,14 +31,24 @@ class TokenizeRequest(WireModel):
     prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: Flag | None = Field(None, description="Default: true for a prompt, false for messages.")
-    add_generation_prompt: Flag | None = Field(True, description="Only with messages.")
+    add_generation_prompt: Flag | None = Field(None, description="Only with messages, as all below but the last; as in chat.")
+    continue_final_message: Flag | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     return_token_strs: Flag | None = False
 
     @model_validator(mode="after")
     def check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of prompt and messages must be given", param="prompt")
+        for name in OF_MESSAGES:
+            if self.messages is None and getattr(self, name):
+                raise InvalidRequest(f"{name} is only allowed with messages", param=name)
         return self
+
+    def as_chat(self) -> ChatRequest:
+        """Raises InvalidRequest."""
+        return check(ChatRequest, self.model_dump(include={"model", "messages", *OF_MESSAGES}, exclude_unset=True))
 
 
 class DetokenizeRequest(WireModel):
@@ -46,12 +61,11 @@ async def tokenize(http: Request) -> dict[str, Any]:
     settings: ServerSettings = http.app.state.settings
     request = await read_body(http, TokenizeRequest, settings.max_body_bytes)
     check_name(request.model, settings)
+    text = request.prompt
+    if request.messages is not None:
+        _, text = await prepare(request.as_chat(), engine, settings)
 
     def encode() -> dict[str, Any]:
-        text = request.prompt
-        if request.messages is not None:
-            messages = [message.as_template_input() for message in request.messages]
-            text = engine.render_chat(messages, add_generation_prompt=request.add_generation_prompt is not False)
         default = request.messages is None
         adds = default if request.add_special_tokens is None else request.add_special_tokens
         tokens = engine.tokenizer.encode(text or "", adds)

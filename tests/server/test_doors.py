@@ -29,11 +29,29 @@ def test_tokens_and_back(live: Live, text):
     assert live.post("/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
 
 
-def test_a_conversation_has_the_tokens_that_chat_counts(live: Live):
-    messages = [{"role": "user", "content": "Name a fruit."}]
-    count = live.post("/tokenize", messages=messages).json()["count"]
-    usage = live.post("/v1/chat/completions", messages=messages, max_tokens=1).json()["usage"]
-    assert count == usage["prompt_tokens"]
+ASKED = [{"role": "user", "content": "Name a fruit."}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "call_1", "content": "Fig."}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "Fruits", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": ASKED},
+        {"messages": ASKED, "tools": [TOOL]},
+        {"messages": ASKED + CALLED, "tools": [TOOL], "chat_template_kwargs": {"a": 1}},
+        {"messages": [*ASKED, {"role": "assistant", "content": "A fi"}], "continue_final_message": True},
+        {"messages": ASKED, "add_generation_prompt": False},
+    ],
+)
+def test_a_conversation_has_the_tokens_that_chat_counts(live: Live, monkeypatch: pytest.MonkeyPatch, fields):
+    monkeypatch.setattr(live.engine, "chat_template", "messages")  # which shows no tools: a turn of ours does
+    told = live.post("/tokenize", **fields).json()
+    usage = live.post("/v1/chat/completions", **fields, max_tokens=1).json()["usage"]
+    assert told["count"] == usage["prompt_tokens"]
+    text = live.post("/detokenize", tokens=told["tokens"]).json()["prompt"]
+    assert ("Fruits" in text) == ("tools" in fields)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +60,9 @@ def test_a_conversation_has_the_tokens_that_chat_counts(live: Live):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"promt": "a"}, "promt"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"messages": ASKED, "tools": [TOOL, TOOL]}, "tools"),
+        ("/tokenize", {"messages": ASKED, "continue_final_message": True}, "continue_final_message"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
