@@ -57,7 +57,8 @@ def parse(raw: bytes, wire: type[Wire]) -> Wire:
     for name in [name for name in fields if name in wire.unsupported]:
         value = fields.pop(name)
         if value is not None and value not in wire.unsupported[name]:
-            raise InvalidRequest(f"{name} is not supported yet", param=name, code="unsupported_parameter")
+            hint = f"; {wire.elsewhere[name]} takes it" if name in wire.elsewhere else ""
+            raise InvalidRequest(f"{name} is not supported yet{hint}", param=name, code="unsupported_parameter")
     checked = check(wire, fields)
     if b"NaN" in raw or b"Infinity" in raw:
         refuse_constants(fields)

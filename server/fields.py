@@ -36,7 +36,7 @@ Several = Annotated[list[Item], Field(fail_fast=True)]  # a body has room for mi
 
 class WireModel(BaseModel):
     """An unknown field is refused, never ignored.  `unsupported` has known ones, with those values that ask for nothing, and
-    `elsewhere` those that are easily taken for this route's, with the route that takes them.
+    `elsewhere` those of either kind whose value has a place after all: another field, or another route.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}

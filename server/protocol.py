@@ -59,6 +59,7 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+GUIDED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")}
 MAX_BIASES = 1 << 16
 
 # What a template gets from fields of their own.
@@ -187,7 +188,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     unsupported = UNSUPPORTED_COMPLETION
-    elsewhere = {"messages": "/v1/chat/completions", "tools": "/v1/chat/completions", "input": "/v1/responses"}
+    elsewhere = GUIDED | {"messages": "/v1/chat/completions", "tools": "/v1/chat/completions", "input": "/v1/responses"}
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}}
     )
@@ -274,7 +275,10 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     unsupported = UNSUPPORTED_CHAT
-    elsewhere = {"prompt": "/v1/completions", "best_of": "/v1/completions", "echo": "/v1/completions", "input": "/v1/responses"}
+    elsewhere = GUIDED | {
+        "functions": "tools", "function_call": "tool_choice", "prompt": "/v1/completions", "best_of": "/v1/completions",
+        "echo": "/v1/completions", "use_beam_search": "/v1/completions", "input": "/v1/responses",
+    }  # fmt: skip
     model_config = ConfigDict(
         json_schema_extra={
             "example": {"model": "smollm2", "messages": [{"role": "user", "content": "Name a fruit."}], "max_tokens": 32}

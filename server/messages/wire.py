@@ -140,6 +140,7 @@ class Conversation(Block):
         "user_profile_id": (),
         "workspace_id": (),
     }
+    elsewhere: ClassVar[dict[str, str]] = {"output_format": "output_config.format"}
 
     model: Text = Field(description="A name that GET /v1/models lists.")
     messages: list[Turn] = Field(min_length=1, max_length=4096)

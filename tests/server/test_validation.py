@@ -331,6 +331,20 @@ UNSUPPORTED_IN_CHAT = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "place"),
+    [
+        (COMPLETIONS, "guided_choice", "structured_outputs.choice"),
+        (CHAT, "guided_json", "structured_outputs.json"),
+        (CHAT, "functions", "tools"),
+        ("/v1/messages", "output_format", "output_config.format"),
+    ],
+)
+def test_what_has_another_place_is_told_it(live: Live, path, field, place):
+    error = refusal_of(live.post(path, **{field: {"a": 1}}))
+    assert (error["message"], error["code"]) == (f"{field} is not supported yet; {place} takes it", "unsupported_parameter")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_not_served_is_refused_by_name(live: Live, stream):
     for field, value in UNSUPPORTED + UNSUPPORTED_IN_CHAT:
