@@ -31,7 +31,8 @@ def bench_serve(
     urls: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME=]URL", help="Any OpenAI-compatible servers, with their /v1; of several, the rounds alternate."
+            metavar="[NAME=]URL",
+            help=f"Any OpenAI-compatible servers, with their /v1 (default: {DEFAULT_URL}); of several, the rounds alternate.",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Default: the first that each server lists.")] = None,
@@ -174,13 +175,13 @@ def print_serve_table(table: list[dict[str, Any]]) -> None:
     rows = [
         {
             "at once": entry["load"],
-            "server": entry["server"],
+            **({"server": entry["server"]} if len({other["server"] for other in table}) > 1 else {}),
             "out tok/s": entry["output_tokens_per_s"],
             "in tok/s": entry["prompt_tokens_per_s"],
             "TTFT p50 ms": entry["ttft_ms"]["p50"],
-            "p99": entry["ttft_ms"]["p99"],
+            "TTFT p99 ms": entry["ttft_ms"]["p99"],
             "inter-token p50 ms": entry["inter_token_ms"]["p50"],
-            "p99 ": entry["inter_token_ms"]["p99"],
+            "inter-token p99 ms": entry["inter_token_ms"]["p99"],
             "end-to-end p50 ms": entry["end_to_end_ms"]["p50"],
             "good req/s": entry["good_requests_per_s"],
             "failed": entry["num_failed"],
@@ -193,12 +194,29 @@ def print_serve_table(table: list[dict[str, Any]]) -> None:
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """A column for each figure or, where that is too wide, a line; no figure is cut, however narrow the terminal."""
+    console = Console()
+    lines = [list(rows[0])]
+    lines += [[f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    table = made_table(title, lines)
+    if width_of(table) > console.width:
+        table = made_table(title, [list(line) for line in zip(*lines, strict=True)])
+    console.width = max(width_of(table), console.width)
+    console.print(table)
+
+
+def made_table(title: str, lines: list[list[str]]) -> Table:
     table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name.strip(), justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    for name in lines[0]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*line)
+    return table
+
+
+def width_of(table: Table) -> int:
+    """With every name and figure whole."""
+    return Console(width=10_000).measure(table).maximum
 
 
 def write_json(path: Path | None, table: list[dict[str, Any]]) -> None:

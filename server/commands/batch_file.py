@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from pagestream.engine import StartError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
 
 
 @dataclass(frozen=True, slots=True)

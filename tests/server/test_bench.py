@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagestream.engine import StartError
-from pagestream.server.bench.command import bench_serve
+from pagestream.server.bench.command import bench_serve, print_serve_table
 from pagestream.server.bench.comparison import ratio_rows
 from pagestream.server.bench.load import Objective, Outcome, Percentiles, summarise
 from pagestream.server.bench.workloads import arrivals_s, make_asks, read_asks
@@ -62,6 +62,23 @@ def test_a_bad_line_of_a_dataset_is_named(tmp_path):
         read_asks(path, 2)
     path.write_text('{"prompt": "a", "max_tokens": 3}\n\n')
     assert [ask.prompt for ask in read_asks(path, 3)] == ["a", "a", "a"]
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_no_figure_of_a_table_is_cut_however_narrow_the_terminal(capsys, monkeypatch, width, num_servers):
+    monkeypatch.setenv("COLUMNS", str(width))
+    times = {name: {"p50": 12_345.6, "p99": 23_456.7} for name in ("ttft_ms", "inter_token_ms", "end_to_end_ms")}
+    rates = {"output_tokens_per_s": 34_567.8, "prompt_tokens_per_s": 45_678.9, "good_requests_per_s": 1.5}
+    rest = {"num_failed": 0, "errors": []}
+    servers = ["http://127.0.0.1:8000/v1", "http://127.0.0.1:8001/v1"][:num_servers]
+    print_serve_table([{"load": load, "server": server, **times, **rates, **rest} for load in (1, 32) for server in servers])
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for figure in ("12,345.6", "23,456.7", "34,567.8", "45,678.9"):
+        assert printed.count(figure) >= 2 * num_servers
+    assert all(printed.count(server) == (2 if num_servers > 1 else 0) for server in servers)
+    assert "inter-token p99 ms" in printed
 
 
 def test_a_server_under_load(live, tmp_path):

@@ -137,6 +137,26 @@ def test_a_full_queue_is_waited_for_and_a_refusal_is_an_answer(start, tmp_path: 
     assert all(entry["response"]["status_code"] == 200 for entry in found.values())
 
 
+def test_a_batch_holds_requests_of_every_route_that_answers_at_once(start, tmp_path: Path):
+    live: Live = start()
+    turns = [{"role": "user", "content": "Hello"}]
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
+        "/v1/chat/completions": {"messages": turns, "max_tokens": 3},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 3},
+        "/v1/embeddings": {"input": "Hello"},
+        "/v1/messages": {"messages": turns, "max_tokens": 3},
+    }
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"custom_id": url, "method": "POST", "url": url, "body": body}) for url, body in asked.items()]
+    requests.write_text("\n".join(lines), encoding="utf-8")
+    told = invoke("run-batch", "-i", str(requests), "-o", str(output), "--url", live.url)
+    assert told.exit_code == 0, told.output
+    found = answers_of(output)
+    kinds = {url: body["object" if "object" in body else "type"] for url in asked if (body := found[url]["response"]["body"])}
+    assert list(kinds.values()) == ["text_completion", "chat.completion", "response", "list", "message"]
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
