@@ -31,7 +31,7 @@ from pagestream.kernels.bench_cases import (
     quant_matmul_case,
     sampling_case,
 )
-from pagestream.kernels.quant_matmul import COLS
+from pagestream.kernels.quant_matmul import COLS, PIECE_BYTES
 from pagestream.kernels.static_analysis import TARGETS, StaticFigures, figures_of, launches_compiled
 
 BATCHES = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
@@ -58,7 +58,7 @@ def static_cases(arch: int | str) -> Iterator[tuple[str, Callable[[], Case], dic
     yield "copy", partial(copy_case, 1, "cpu", num_layers=1), {}
     yield "sampling", partial(sampling_case, 1, "cpu"), {}
     for bits, group in ((4, 32), (4, 128), (8, 128)):
-        loop_bytes = {"_quant_matmul_kernel": COLS * max(64, group) * bits / 8}
+        loop_bytes = {"_quant_matmul_kernel": COLS * max(PIECE_BYTES, group * bits / 8)}
         yield f"int{bits} linear, group {group}", partial(quant_matmul_case, 1, "cpu", bits=bits, group=group), loop_bytes
 
 

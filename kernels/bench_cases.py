@@ -162,6 +162,6 @@ def quant_matmul_case(
     x = torch.randn(num_rows, num_inputs, dtype=dtype, device=device)
     return Case(
         f"int{bits} linear, group {group}, {num_rows} x {num_inputs} -> {num_outputs}", lambda: quant_matmul(x, weight),
-        weight.pieces.numel() + 4 * scales.numel() + 2 * num_rows * (num_inputs + num_outputs),
+        4 * weight.pieces.numel() + 4 * scales.numel() + 2 * num_rows * (num_inputs + num_outputs),
         2.0 * num_rows * num_outputs * num_inputs,
     )  # fmt: skip

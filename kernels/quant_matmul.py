@@ -1,13 +1,16 @@
 """Linear with 4-bit or 8-bit weights and few rows: y = x W^T, w = scale * code + minimum, one scale and minimum per group.
 
-Shapes:  x [T, K]; W [N, K] stored as [K / 64, N, 32] bytes (4 bit) or [K / 64, N, 64] (8 bit), so that what a program reads in
-         one step lies in one piece; scales and minimums [K / group, N], group 32, 64 or 128.
-         Byte j of a 4-bit piece holds elements j (low) and j + 32 (high): each half is a tile of its own, nothing is interleaved.
+Shapes:  x [T, K]; W [N, K] stored as [K / piece, N, 64 bytes], so that what a program reads in one step lies in one piece (32
+         bytes where K is an odd multiple of 64); scales and minimums [K / group, 2, N], group 32, 64 or 128.
+         A 32-bit word holds two elements that are neighbours in each of its fields: the words of a piece, their halves aside,
+         are one run of consecutive elements per field.  Field j of half h of word i is element 32 j + 2 i + h.
 Floor:   N K / 2 bytes (4 bit) or N K (8 bit), and 2 N K / group scales and minimums of 16 bit: 0.53 and 1.03 bytes a weight at
          group 128.  2 T N K FLOPs: the bytes decide up to about 50 rows.
-How:     Codes become floats by putting them into the low digits of a constant, 128 in bfloat16 and 1024 in float16; the constant,
-         and the minimum, come out again as a multiple of the row's sum.  So a group costs one multiplication of its sum instead
-         of one of each weight.  K is cut into splits that depend on the shape alone; the last arriver adds them up in order.
+How:     The weights are the matrix unit's left side, which takes two neighbours in one register: one shift and one mask make
+         both of a field, by putting the codes into the low digits of a constant, 128 in bfloat16 and 1024 in float16.  The
+         constant, and the minimum, come out again as a multiple of the row's sum, which a product with ones gives.  So a group
+         costs one multiplication of its sum instead of one of each weight.  K is cut into splits that depend on the shape
+         alone; the last arriver adds them up in order.
 Source:  llama.cpp's Q4_1 for the format; Kim et al. 2022, Who Says Elephants Can't Run, for the digits.
 """
 
@@ -23,28 +26,35 @@ from torch import Tensor
 from pagestream.kernels.attention_tile import dot
 
 ROWS, COLS = 16, 128
-PIECE = 64  # elements of K in one piece
+PIECE = 64  # K is a multiple of so many elements
+PIECE_BYTES = 64  # codes of one output in one step, or half as many where K does not allow it
 MAX_ROWS = 1024
-MIN_PROGRAMS = 256  # aimed at by splitting K
-MIN_PIECES = 8  # of a split
+MIN_PROGRAMS = 512  # aimed at by splitting K
+MIN_SPLIT = 512  # elements of K
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
     """A linear's weight, packed once; made by `pack`."""
 
-    pieces: Tensor  # [K / 64, N, 32 or 64] uint8
-    scales: Tensor  # [K / group, N]
-    minimums: Tensor  # [K / group, N]
+    pieces: Tensor  # [K / piece, N, 16 or 8] int32
+    factors: Tensor  # [K / group, 2, N]: scales and minimums
     arrivals: Tensor  # [MAX_ROWS / ROWS, N / COLS] int32, zero between launches
     bits: int
     group: int
 
     @property
+    def num_inputs(self) -> int:
+        return self.factors.shape[0] * self.group
+
+    @property
+    def num_outputs(self) -> int:
+        return self.factors.shape[2]
+
+    @property
     def num_splits(self) -> int:
-        num_pieces, num_outputs, _ = self.pieces.shape
-        wanted = triton.cdiv(MIN_PROGRAMS, triton.cdiv(num_outputs, COLS))
-        return max(1, min(wanted, num_pieces // MIN_PIECES))
+        wanted = triton.cdiv(MIN_PROGRAMS, triton.cdiv(self.num_outputs, COLS))
+        return max(1, min(wanted, self.num_inputs // MIN_SPLIT))
 
 
 def pack(codes: Tensor, scales: Tensor, minimums: Tensor, *, bits: int, group: int) -> QuantisedWeight:
@@ -55,109 +65,106 @@ def pack(codes: Tensor, scales: Tensor, minimums: Tensor, *, bits: int, group: i
     num_outputs, num_inputs = codes.shape
     if bits not in (4, 8) or group not in (32, 64, 128) or num_inputs % max(PIECE, group):
         raise ValueError(f"{bits} bits in groups of {group} over {num_inputs} elements are not supported")
-    pieces = codes.view(num_outputs, num_inputs // PIECE, PIECE).transpose(0, 1)
-    if bits == 4:
-        pieces = pieces[..., :32] | pieces[..., 32:] << 4
+    words = PIECE_BYTES // 8 if num_inputs % (PIECE_BYTES * 8 // bits) else PIECE_BYTES // 4
+    # [N, pieces, bytes of a half, parts of a byte, words, halves]
+    fields = codes.view(num_outputs, -1, 2, 8 // bits, words, 2)
+    packed = fields[:, :, :, 0] | fields[:, :, :, 1] << 4 if bits == 4 else fields[:, :, :, 0]
+    pieces = packed.permute(1, 0, 3, 4, 2).flatten(2).view(torch.int32)
+    factors = torch.stack((scales.t(), minimums.t()), dim=1).contiguous()
     arrivals = torch.zeros(MAX_ROWS // ROWS, triton.cdiv(num_outputs, COLS), dtype=torch.int32, device=codes.device)
-    return QuantisedWeight(pieces.contiguous(), scales.t().contiguous(), minimums.t().contiguous(), arrivals, bits, group)
+    return QuantisedWeight(pieces, factors, arrivals, bits, group)
 
 
 def unpack(weight: QuantisedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
     """The weight as floats, [N, K], or some of its rows; in plain torch, for whoever multiplies many rows with it."""
-    pieces = weight.pieces if rows is None else weight.pieces[:, rows]
-    codes = torch.cat((pieces & 15, pieces >> 4), dim=-1) if weight.bits == 4 else pieces
-    num_pieces, num_rows, _ = codes.shape
-    grouped = codes.transpose(0, 1).reshape(num_rows, num_pieces * PIECE // weight.group, weight.group).to(torch.float32)
-    scales, minimums = (
-        (part if rows is None else part[:, rows]).t()[..., None].float() for part in (weight.scales, weight.minimums)
-    )
+    pieces, factors = (weight.pieces, weight.factors) if rows is None else (weight.pieces[:, rows], weight.factors[:, :, rows])
+    packed = pieces.view(torch.uint8).unflatten(2, (-1, 2, 2)).permute(1, 0, 4, 2, 3)
+    codes = torch.stack((packed & 15, packed >> 4), dim=3) if weight.bits == 4 else packed
+    grouped = codes.reshape(factors.shape[2], -1, weight.group).to(torch.float32)
+    scales, minimums = factors.float().permute(1, 2, 0)[..., None]
     return torch.addcmul(minimums, grouped, scales).to(dtype).flatten(1)
 
 
 @triton.jit
-def _digits(codes, kind: tl.constexpr):
-    """Codes of 8 bit at most as floats; in float16 1024 too large."""
-    if kind == tl.float16:
-        floats = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+def _halves(patterns, kind: tl.constexpr):
+    """Words [N, W] of two 16-bit patterns each as floats [N, 2 W]; no instruction, for so the matrix unit's registers are filled."""
+    low, high = patterns & 0xFFFF, (patterns >> 16) & 0xFFFF
+    if kind == tl.float32:
+        low, high = low.to(kind), high.to(kind)
     else:
-        floats = codes.to(tl.float32).to(kind)
-    return floats
+        low, high = low.to(tl.int16).to(kind, bitcast=True), high.to(tl.int16).to(kind, bitcast=True)
+    return tl.reshape(tl.join(low, high), (patterns.shape[0], 2 * patterns.shape[1]))
 
 
 @triton.jit
-def _nibbles(codes, kind: tl.constexpr):
-    """As _digits, for codes below 16, which fit into the digits of bfloat16 too: there they come out 128 too large."""
-    if kind == tl.bfloat16:
-        floats = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+def _add_product(words, x, sums, BITS: tl.constexpr, UPCAST: tl.constexpr):
+    """sums + (codes + a constant) x, the codes being the lowest BITS bits of each half of the words, x [2 W, ROWS]."""
+    kind: tl.constexpr = x.dtype
+    if BITS == 8 and kind == tl.bfloat16:
+        # Only seven digits fit.  The eighth bit lies where the exponent's lowest is, which makes 256 of 128: a float of its own.
+        sums += dot(_halves((words & 0x007F007F) | 0x43004300, kind), x, UPCAST)
+        sums += dot(_halves((words & 0x00800080) | 0x43004300, kind), x, UPCAST)
     else:
-        floats = _digits(codes, kind)
-    return floats
+        digits = words & (0x000F000F if BITS == 4 else 0x00FF00FF)
+        if kind == tl.bfloat16:
+            digits |= 0x43004300
+        elif kind == tl.float16:
+            digits |= 0x64006400
+        sums += dot(_halves(digits, kind), x, UPCAST)
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quant_matmul_kernel(
-    x_ptr, pieces_ptr, scales_ptr, minimums_ptr, y_ptr, partials_ptr, arrivals_ptr, num_rows,
+    x_ptr, pieces_ptr, factors_ptr, y_ptr, partials_ptr, arrivals_ptr, num_rows,
     X_STRIDE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, UPCAST: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = x_ptr.dtype.element_ty
-    BYTES: tl.constexpr = 8 * BITS
-    RUN: tl.constexpr = 32 if BITS == 4 else 64
-    STEP: tl.constexpr = 64 if GROUP < 64 else GROUP
+    RUN: tl.constexpr = 2 * WORDS
+    DOTS: tl.constexpr = 16 // BITS
+    PIECE: tl.constexpr = DOTS * RUN
+    STEP: tl.constexpr = PIECE if GROUP < PIECE else GROUP
+    GROUPS: tl.constexpr = STEP // GROUP
     NUM_STEPS: tl.constexpr = K // STEP
-    OFFSET: tl.constexpr = 1024.0 if kind == tl.float16 else (128.0 if kind == tl.bfloat16 and BITS == 4 else 0.0)
+    OFFSET: tl.constexpr = 0.0 if kind == tl.float32 else (1024.0 if kind == tl.float16 else 32.0 * BITS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     split = tl.program_id(2)
     row_mask = rows < num_rows
     col_mask = cols < N
+    word = tl.arange(0, WORDS)
     run = tl.arange(0, RUN)
-    x_base = x_ptr + rows.to(tl.int64)[:, None] * X_STRIDE + run[None, :]
-    sums = tl.zeros([ROWS, COLS], tl.float32)
+    x_base = x_ptr + rows.to(tl.int64)[None, :] * X_STRIDE + run[:, None]
+    ones = tl.full([COLS, RUN], 1.0, tl.float32).to(kind)
+    sums = tl.zeros([COLS, ROWS], tl.float32)
     for step in tl.range(NUM_STEPS * split // SPLITS, NUM_STEPS * (split + 1) // SPLITS):
-        group_dot = tl.zeros([ROWS, COLS], tl.float32)
-        group_sum = tl.zeros([ROWS], tl.float32)
-        for part in tl.static_range(STEP // 64):
-            piece = step * (STEP // 64) + part
-            at = pieces_ptr + piece.to(tl.int64) * (N * BYTES) + cols[:, None] * BYTES
-            x_low = tl.load(x_base + piece * 64, mask=row_mask[:, None], other=0.0)
-            if BITS == 4:
-                words = tl.load(at + run[None, :], mask=col_mask[:, None], other=0)
-                x_high = tl.load(x_base + piece * 64 + 32, mask=row_mask[:, None], other=0.0)
-                low_dot = dot(x_low, tl.trans(_nibbles(words & 15, kind)), UPCAST)
-                high_dot = dot(x_high, tl.trans(_nibbles(words >> 4, kind)), UPCAST)
-                low_sum = tl.sum(x_low.to(tl.float32), axis=1)
-                high_sum = tl.sum(x_high.to(tl.float32), axis=1)
-                if GROUP == 32:
-                    low_at = (2 * piece) * N + cols
-                    scale = tl.load(scales_ptr + low_at, mask=col_mask, other=0.0).to(tl.float32)
-                    minimum = tl.load(minimums_ptr + low_at, mask=col_mask, other=0.0).to(tl.float32) - OFFSET * scale
-                    sums += low_dot * scale[None, :] + low_sum[:, None] * minimum[None, :]
-                    scale = tl.load(scales_ptr + low_at + N, mask=col_mask, other=0.0).to(tl.float32)
-                    minimum = tl.load(minimums_ptr + low_at + N, mask=col_mask, other=0.0).to(tl.float32) - OFFSET * scale
-                    sums += high_dot * scale[None, :] + high_sum[:, None] * minimum[None, :]
+        group_dot = tl.zeros([COLS, ROWS], tl.float32)
+        group_sum = tl.zeros([COLS, ROWS], tl.float32)
+        for part in tl.static_range(STEP // PIECE):
+            piece = step * (STEP // PIECE) + part
+            at = pieces_ptr + piece.to(tl.int64) * (N * WORDS) + cols[:, None] * WORDS + word[None, :]
+            words = tl.load(at, mask=col_mask[:, None], other=0)
+            for j in tl.static_range(DOTS):
+                x = tl.load(x_base + (piece * PIECE + j * RUN), mask=row_mask[None, :], other=0.0)
+                group_dot = _add_product(words >> (BITS * j), x, group_dot, BITS, UPCAST)
+                if kind == tl.float32:
+                    group_sum += tl.sum(x, axis=0)[None, :]
                 else:
-                    group_dot += low_dot + high_dot
-                    group_sum += low_sum + high_sum
-            else:
-                if GROUP == 32:
-                    # Two groups to a piece: the codes' scales differ within the tile, so they go onto the weights.
-                    group_of = (2 * piece + run // 32)[None, :] * N + cols[:, None]
-                    words = tl.load(at + run[None, :], mask=col_mask[:, None], other=0).to(tl.float32)
-                    scale = tl.load(scales_ptr + group_of, mask=col_mask[:, None], other=0.0).to(tl.float32)
-                    minimum = tl.load(minimums_ptr + group_of, mask=col_mask[:, None], other=0.0).to(tl.float32)
-                    sums += dot(x_low, tl.trans((words * scale + minimum).to(kind)), UPCAST)
-                else:
-                    words = tl.load(at + run[None, :], mask=col_mask[:, None], other=0)
-                    group_dot += dot(x_low, tl.trans(_digits(words, kind)), UPCAST)
-                    group_sum += tl.sum(x_low.to(tl.float32), axis=1)
-        if GROUP > 32:
-            scale = tl.load(scales_ptr + step * N + cols, mask=col_mask, other=0.0).to(tl.float32)
-            minimum = tl.load(minimums_ptr + step * N + cols, mask=col_mask, other=0.0).to(tl.float32) - OFFSET * scale
-            sums += group_dot * scale[None, :] + group_sum[:, None] * minimum[None, :]
+                    # The same for every output, of which the compiler keeps one: cheaper than adding up across threads.
+                    group_sum += dot(ones, x, UPCAST)
+                if (part * PIECE + (j + 1) * RUN) % GROUP == 0:
+                    group = step * GROUPS + (part * PIECE + j * RUN) // GROUP
+                    scale = tl.load(factors_ptr + 2 * group * N + cols, mask=col_mask, other=0.0).to(tl.float32)
+                    minimum = tl.load(factors_ptr + (2 * group + 1) * N + cols, mask=col_mask, other=0.0).to(tl.float32)
+                    minimum = tl.fma(scale, -OFFSET, minimum)
+                    # Fused explicitly: a row's bits may not depend on what the compiler makes of it for another shape.
+                    sums = tl.fma(group_dot, scale[:, None], tl.fma(group_sum, minimum[:, None], sums))
+                    group_dot = tl.zeros([COLS, ROWS], tl.float32)
+                    group_sum = tl.zeros([COLS, ROWS], tl.float32)
 
-    mask = row_mask[:, None] & col_mask[None, :]
-    target = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    mask = row_mask[None, :] & col_mask[:, None]
+    target = rows.to(tl.int64)[None, :] * N + cols[:, None]
     if SPLITS == 1:
         tl.store(y_ptr + target, sums.to(y_ptr.dtype.element_ty), mask=mask)
     else:
@@ -167,7 +174,7 @@ def _quant_matmul_kernel(
         arrival = arrivals_ptr + tl.program_id(1) * tl.cdiv(N, COLS) + tl.program_id(0)
         if tl.atomic_add(arrival, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrival, 0)
-            total = tl.zeros([ROWS, COLS], tl.float32)
+            total = tl.zeros([COLS, ROWS], tl.float32)
             for other in range(SPLITS):
                 stored = partials_ptr + tl.full([], other, tl.int64) * num_rows * N + target
                 total += tl.load(stored, mask=mask, other=0.0, cache_modifier=".cg")
@@ -178,15 +185,16 @@ def quant_matmul(x: Tensor, weight: QuantisedWeight, *, upcast: bool = False) ->
     """x times the transposed weight.
 
     Shapes:  x [T, K] with contiguous rows, T <= 1024.  Returns [T, N], dtype of x.
-    Numbers: codes times x exactly, sums in float32, the sums of the splits in order; a row depends on itself alone.  Launches that share a weight must follow one another on one stream.
+    Numbers: codes times x exactly, sums in float32, the sums of the splits in order; a row depends on itself alone.
+             Launches that share a weight must follow one another on one stream.
     Raises:  ValueError on shapes that do not fit.
     upcast:  multiply in float32; the interpreter needs it for bfloat16.
     Oracle:  kernels.reference.quant_matmul
     """
     num_rows, num_inputs = x.shape
-    num_pieces, num_outputs, _ = weight.pieces.shape
-    if num_inputs != num_pieces * PIECE or x.stride(1) != 1:
-        raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()} does not fit a weight of {num_pieces * PIECE} inputs")
+    num_outputs = weight.num_outputs
+    if num_inputs != weight.num_inputs or x.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()} does not fit a weight of {weight.num_inputs} inputs")
     if num_rows > MAX_ROWS:
         raise ValueError(f"at most {MAX_ROWS} rows, not {num_rows}")
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
@@ -195,8 +203,10 @@ def quant_matmul(x: Tensor, weight: QuantisedWeight, *, upcast: bool = False) ->
     splits = weight.num_splits
     partials = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if splits > 1 else weight.arrivals
     _quant_matmul_kernel[(triton.cdiv(num_outputs, COLS), triton.cdiv(num_rows, ROWS), splits)](
-        x, weight.pieces, weight.scales, weight.minimums, y, partials, weight.arrivals, num_rows,
+        x, weight.pieces, weight.factors, y, partials, weight.arrivals, num_rows,
         X_STRIDE=x.stride(0), N=num_outputs, K=num_inputs, GROUP=weight.group, BITS=weight.bits, SPLITS=splits,
-        ROWS=ROWS, COLS=COLS, UPCAST=upcast, num_warps=4, num_stages=4,
+        WORDS=weight.pieces.shape[2], ROWS=ROWS, COLS=COLS, UPCAST=upcast,
+        # Two warps leave sm_90 and later to the older matrix unit, which takes a few rows without waiting for each product.
+        num_warps=2 if x.dtype.itemsize == 2 else 8, num_stages=3,
     )  # fmt: skip
     return y

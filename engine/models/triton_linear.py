@@ -25,7 +25,7 @@ class BlocksLinear:
         self._weight: QuantisedWeight = pack(**split_blocks(blocks, device))
         self._make_linear = linear_maker(device)
         self._upcast = device.type == "cpu" and dtype == torch.bfloat16  # the interpreter multiplies the bits of bfloat16
-        self.num_bytes = sum(part.nbytes for part in (self._weight.pieces, self._weight.scales, self._weight.minimums))
+        self.num_bytes = sum(part.nbytes for part in (self._weight.pieces, self._weight.factors))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

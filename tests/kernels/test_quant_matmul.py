@@ -7,7 +7,7 @@ import torch
 
 from pagestream.kernels import quant_matmul as module
 from pagestream.kernels import reference
-from pagestream.kernels.quant_matmul import pack, quant_matmul
+from pagestream.kernels.quant_matmul import pack, quant_matmul, unpack
 
 
 def make_weight(num_outputs: int, num_inputs: int, bits: int, group: int, dtype: torch.dtype):
@@ -37,19 +37,33 @@ def test_formats(bits, group, dtype, tolerance):
     check(3, 70, 256, bits=bits, group=group, dtype=dtype, tolerance=tolerance)
 
 
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 32)])
+def test_an_odd_multiple_of_half_a_piece(bits, group):
+    check(3, 70, 320, bits=bits, group=group, dtype=torch.float32, tolerance=3e-6)
+
+
+@pytest.mark.parametrize(("bits", "num_inputs"), [(4, 256), (4, 192), (8, 256)])
+def test_unpacking_gives_the_weight_back(bits, num_inputs):
+    codes, scales, minimums = make_weight(10, num_inputs, bits, 32, torch.float32)
+    want = codes * scales.repeat_interleave(32, 1) + minimums.repeat_interleave(32, 1)
+    weight = pack(codes, scales, minimums, bits=bits, group=32)
+    torch.testing.assert_close(unpack(weight, torch.float32), want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(unpack(weight, torch.float32, torch.tensor([7, 0])), want[[7, 0]], atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 40])
 def test_rows(num_rows):
     check(num_rows, 64, 128, bits=4, group=32, dtype=torch.float32, tolerance=3e-6)
 
 
 def test_splits_of_k_are_added_up(monkeypatch):
-    monkeypatch.setattr(module, "MIN_PIECES", 1)
+    monkeypatch.setattr(module, "MIN_SPLIT", 64)
     check(2, 130, 448, bits=4, group=32, dtype=torch.float32, tolerance=3e-6)
     check(2, 130, 640, bits=8, group=128, dtype=torch.float32, tolerance=3e-6)
 
 
 def test_a_row_depends_on_itself_alone(monkeypatch):
-    monkeypatch.setattr(module, "MIN_PIECES", 2)
+    monkeypatch.setattr(module, "MIN_SPLIT", 128)
     weight = pack(*make_weight(64, 512, 4, 32, torch.float32), bits=4, group=32)
     x = torch.randn(21, 512, generator=torch.Generator().manual_seed(1))
     together = quant_matmul(x, weight)

@@ -19,6 +19,7 @@ from pagestream.kernels.bench_cases import (
     quant_matmul_case,
     sampling_case,
 )
+from pagestream.kernels.quant_matmul import COLS, PIECE_BYTES
 from pagestream.kernels.static_analysis import TARGETS, StaticFigures, figures_of, launches_compiled
 
 MAX_PARAMETERS = 30  # each costs time at every launch
@@ -97,6 +98,30 @@ def test_everything_else(target):
         "_rms_norm_kernel", "_swiglu_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel",
         "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "group", "bound"), [(4, 32, 4e12), (4, 128, 6e12), (8, 32, 5.5e12), (8, 128, 8e12)])
+def test_quantised_linears_are_not_bound_by_instructions(bits, group, bound):
+    """The H200 reads 4.8e12 bytes a second."""
+    figures = compile_all("sm_90", lambda: [quant_matmul_case(1, "cpu", bits=bits, group=group)])["_quant_matmul_kernel"]
+    loop_bytes = COLS * max(PIECE_BYTES, group * bits / 8)
+    assert figures.matrix_unit == "mma"
+    assert figures.count_in_loop("LDGSTS.*128") >= loop_bytes / (16 * 32 * figures.num_warps)  # codes come by 16-byte copies
+    assert figures.issue_bound(loop_bytes) > bound
+    assert figures.programs_per_sm * loop_bytes >= MIN_BYTES_IN_FLIGHT
+
+
+LINEAR_FORMATS = [
+    (dtype, bits, group) for dtype in (torch.bfloat16, torch.float16) for bits in (4, 8) for group in (32, 64, 128)
+] + [(torch.float32, 4, 32), (torch.float32, 8, 32)]  # what GGUF files have
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dtype", "bits", "group"), LINEAR_FORMATS)
+def test_quantised_linear_matrix(target, dtype, bits, group):
+    for num_inputs in (1024, 1024 + max(64, group)):  # whole pieces, and, but for groups of 128, an odd number of halves
+        compile_all(target, lambda n=num_inputs: [quant_matmul_case(1, "cpu", bits=bits, group=group, num_inputs=n, dtype=dtype)])
 
 
 @pytest.mark.slow
