@@ -52,7 +52,8 @@ struct Alone {
     }
     template <class Finish>
     void multiply(const Linear& w, const Rows& x, Span rows, const Finish& finish) {
-        multiply_span(w, x, rows, {0, w.panels}, scratch, finish);
+        bool prepared = false;
+        multiply_span(w, x, rows, {0, w.panels}, scratch, prepared, finish);
     }
 };
 

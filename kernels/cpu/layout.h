@@ -20,6 +20,29 @@ enum Format : long { F32 = 0, BF16 = 1, Q4 = 2, Q8 = 3 };
 inline long per_lane(long activations) { return activations == F32 ? 1 : 2; }
 inline Format activation_format(Format weights) { return weights == F32 ? F32 : BF16; }
 
+#if PS_LANES == 16
+// Writes 16 x 16 lanes with rows and columns exchanged; strides in lanes.
+inline void turn16(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
+    const auto quarter = [&](long row, long part) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + row * from_stride + 4 * part));
+    };
+    for (long part = 0; part < 4; ++part) {
+        __m512i v[4];  // rows r, r + 4, r + 8, r + 12
+        for (long r = 0; r < 4; ++r) {
+            v[r] = _mm512_inserti32x4(_mm512_castsi128_si512(quarter(r, part)), quarter(r + 4, part), 1);
+            v[r] = _mm512_inserti32x4(_mm512_inserti32x4(v[r], quarter(r + 8, part), 2), quarter(r + 12, part), 3);
+        }
+        const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
+        const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
+        uint32_t* rows = to + 4 * part * to_stride;
+        _mm512_storeu_si512(rows, _mm512_unpacklo_epi64(low01, low23));
+        _mm512_storeu_si512(rows + to_stride, _mm512_unpackhi_epi64(low01, low23));
+        _mm512_storeu_si512(rows + 2 * to_stride, _mm512_unpacklo_epi64(high01, high23));
+        _mm512_storeu_si512(rows + 3 * to_stride, _mm512_unpackhi_epi64(high01, high23));
+    }
+}
+#endif
+
 // Activations of one matrix product; does not own its memory.
 struct Rows {
     uint32_t* data = nullptr;

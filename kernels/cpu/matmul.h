@@ -13,6 +13,10 @@ namespace ps {
 
 constexpr long ROW_BLOCK = 2 * TILE;  // rows that one pass over a panel serves
 
+struct Span {
+    long first, last;  // last is beyond the end
+};
+
 // Weights that come from memory are asked for 2 KiB ahead, so that they arrive by the time they are due.
 template <size_t BYTES>
 inline void fetch_block(const void* block) {
@@ -93,17 +97,61 @@ struct DistantPanel {
         return at;
     }
 };
-template <class Block>
-struct ExpandedPanel {
+struct Q8Panel {
     const uint8_t* blocks;
     uint32_t* memory;
     bool keep;  // for the rows that follow; else two places do: one block is multiplied while the next is written
     const uint32_t* operator()(long kb) const {
         uint32_t* tiles = memory + (keep ? kb : kb % 2) * PANEL_LANES;
-        fetch_block<Block::BYTES>(blocks + kb * Block::BYTES);
-        Block::expand(blocks + kb * Block::BYTES, tiles);
+        fetch_block<Q8Block::BYTES>(blocks + kb * Q8Block::BYTES);
+        Q8Block::expand(blocks + kb * Q8Block::BYTES, tiles);
         return tiles;
     }
+};
+
+// Blocks of 4 bits that follow each other, expanded in order.  Nothing is read right after it was written: lines that are still
+// on their way to the cache can't be read in other pieces.  So scales are widened two blocks ahead, and blocks are expanded one
+// ahead of their use.
+class Q4Blocks {
+public:
+    Q4Blocks(const uint8_t* blocks, long count) : blocks_(blocks), last_(count - 1) {
+        for (long i = 0; i < 2; ++i) widen(i);
+    }
+    void expand(long i, uint32_t* tiles) {
+        fetch_block<Q4Block::BYTES>(at(i));
+        Q4Block::expand(at(i), scales_[i % 2], tiles);
+        widen(i + 2);
+    }
+    void expand_rows(long i, uint32_t* rows) {
+        fetch_block<Q4Block::BYTES>(at(i));
+        Q4Block::expand_rows(at(i), scales_[i % 2], rows);
+        widen(i + 2);
+    }
+
+private:
+    const uint8_t* at(long i) const { return blocks_ + i * Q4Block::BYTES; }
+    void widen(long i) {
+        if (i <= last_) scales_[i % 2].widen(at(i));
+    }
+
+    const uint8_t* blocks_;
+    long last_;
+    Q4Block::Scales scales_[2];
+};
+class Q4Panel {
+public:
+    Q4Panel(const uint8_t* blocks, long k_blocks, uint32_t* memory) : blocks_(blocks, k_blocks), last_(k_blocks - 1), memory_(memory) {
+        blocks_.expand(0, memory);
+    }
+    const uint32_t* operator()(long kb) {
+        if (kb < last_) blocks_.expand(kb + 1, memory_ + (kb + 1) * PANEL_LANES);
+        return memory_ + kb * PANEL_LANES;
+    }
+
+private:
+    Q4Blocks blocks_;
+    long last_;
+    uint32_t* memory_;
 };
 
 // Many rows pass by one panel, which then stays in the first cache; few rows stay there themselves.
@@ -113,7 +161,7 @@ inline void load_rows(const uint32_t* a) {
 }
 
 template <bool PASSING, class Panel>
-inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& panel, float* out) {
+inline void tile_block(const uint32_t* a, long m, long k_blocks, Panel&& panel, float* out) {
     const uint32_t* a_high = a + k_blocks * TILE_LANES;
     tile_zero<0>();
     tile_zero<1>();
@@ -146,6 +194,82 @@ inline void tile_block(const uint32_t* a, long m, long k_blocks, const Panel& pa
     tile_store<0>(out, PANEL * 4);
     tile_store<1>(out + TILE, PANEL * 4);
 }
+
+// Few rows by 4-bit weights: the weights are the left operand as they come, the rows, turned, the right one.  Tiles 0 to 3
+// accumulate (outputs x rows), 4 and 5 hold outputs, 6 and 7 rows.  The products and their order are those of tile_block.
+class FewRows {
+public:
+    // memory: of k_blocks * PANEL_LANES lanes; holds the rows already if they are `turned`.
+    FewRows(const Linear& w, const Rows& x, Span rows, uint32_t* memory, bool turned)
+        : w_(w), m_(rows.last - rows.first), low_(std::min(m_, TILE)), high_(m_ - low_),
+          rows_(m_ == 1 ? x.block(rows.first, 0) : memory), stride_(m_ == 1 ? 1 : TILE) {
+        if (m_ > 1 && !turned)
+            for (long row = 0; row < m_; row += TILE)
+                for (long kb = 0; kb < w.k_blocks; ++kb)
+                    turn16(x.group(rows.first + row) + kb * TILE_LANES, TILE, memory + (row / TILE * w.k_blocks + kb) * TILE_LANES, TILE);
+        TileConfig config;
+        for (int tile : {0, 1, 6}) config.set(tile, TILE, (int)low_ * 4);
+        for (int tile : {2, 3, 7}) config.set(tile, TILE, (int)std::max(high_, 1L) * 4);
+        for (int tile : {4, 5}) config.set(tile, TILE, 64);
+        config.activate();
+    }
+    ~FewRows() { release_tiles(); }
+
+    // y [m][32] of each panel.
+    template <class Use>
+    void multiply(Span panels, const Use& use) {
+        const long count = (panels.last - panels.first) * w_.k_blocks;
+        Q4Blocks blocks(w_.block(panels.first, 0), count);
+        blocks.expand_rows(0, weights_[0]);
+        alignas(64) float y[ROW_BLOCK * PANEL];
+        for (long panel = panels.first, i = 0; panel < panels.last; ++panel, i += w_.k_blocks) {
+            high_ ? accumulate<true>(blocks, i, count) : accumulate<false>(blocks, i, count);
+            store(y);
+            use(panel, y);
+        }
+    }
+
+private:
+    template <bool TWO>
+    void accumulate(Q4Blocks& blocks, long first, long count) {
+        tile_zero<0>();
+        tile_zero<1>();
+        if (TWO) tile_zero<2>(), tile_zero<3>();
+        const uint32_t* high_rows = rows_ + w_.k_blocks * TILE_LANES;
+        for (long kb = 0; kb < w_.k_blocks; ++kb) {
+            const long i = first + kb;
+            if (i + 1 < count) blocks.expand_rows(i + 1, weights_[(i + 1) % 2]);
+            tile_load<6>(rows_ + kb * TILE_LANES, stride_ * 4);
+            tile_load<4>(weights_[i % 2], 64);
+            tile_dot<0, 4, 6>();
+            tile_load<5>(weights_[i % 2] + TILE_LANES, 64);
+            tile_dot<1, 5, 6>();
+            if (!TWO) continue;
+            tile_load<7>(high_rows + kb * TILE_LANES, 64);
+            tile_dot<2, 4, 7>();
+            tile_dot<3, 5, 7>();
+        }
+    }
+    void store(float* y) const {
+        if (m_ == 1) {
+            tile_store<0>(y, 4);
+            tile_store<1>(y + TILE, 4);
+            return;
+        }
+        alignas(64) uint32_t turned[4][TILE_LANES];
+        tile_store<0>(turned[0], 64);
+        tile_store<1>(turned[1], 64);
+        if (high_) tile_store<2>(turned[2], 64), tile_store<3>(turned[3], 64);
+        for (long tile = 0; tile < (high_ ? 4 : 2); ++tile)
+            turn16(turned[tile], TILE, reinterpret_cast<uint32_t*>(y) + tile / 2 * TILE * PANEL + tile % 2 * TILE, PANEL);
+    }
+
+    const Linear& w_;
+    const long m_, low_, high_;
+    const uint32_t* const rows_;
+    const long stride_;
+    alignas(64) uint32_t weights_[2][PANEL_LANES];
+};
 #endif
 
 // Writes a finished block into out [m, stride], or adds it to what is there; not for paired weights.
@@ -167,14 +291,19 @@ inline void emit(const Linear& w, long row, long rows, long panel, const float* 
 
 // ---- the whole product -----------------------------------------------------------------------------------------------
 
-struct Span {
-    long first, last;  // last is beyond the end
-};
-
 // Calls finish(row, rows, panel, y) for each finished block of some rows and panels, y being [rows][32] floats.  A quantised
 // panel is expanded once for all rows: on a machine with tile registers piece by piece, on the first rows' way into them.
+// prepared: whether an earlier call for the same rows has left them in `scratch`, in the form that is wanted here.
 template <class Finish>
-void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memory& scratch, const Finish& finish) {
+void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memory& scratch, bool& prepared, const Finish& finish) {
+#if PS_AMX
+    if (w.format == Q4 && rows.last - rows.first <= ROW_BLOCK) {
+        FewRows few(w, x, rows, scratch.reserve<uint32_t>(w.k_blocks * PANEL_LANES), prepared);
+        prepared = true;
+        few.multiply(panels, [&](long panel, float* y) { finish(rows.first, rows.last - rows.first, panel, y); });
+        return;
+    }
+#endif
     const bool keep = rows.last - rows.first > ROW_BLOCK;
     uint32_t* expanded = w.quantised() ? scratch.reserve<uint32_t>(w.k_blocks * PANEL_LANES) : nullptr;
     alignas(64) float y[ROW_BLOCK * PANEL];
@@ -192,12 +321,12 @@ void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memor
             else {
 #if PS_AMX
                 if (configured != count) linear_tiles(configured = count).activate();
-                const auto multiply = [&](const auto& tiles) {
+                const auto multiply = [&](auto&& tiles) {
                     keep ? tile_block<true>(a, count, w.k_blocks, tiles, y) : tile_block<false>(a, count, w.k_blocks, tiles, y);
                 };
                 if (!first) multiply(CachedPanel{dense});
-                else if (w.format == Q4) multiply(ExpandedPanel<Q4Block>{w.block(panel, 0), expanded, keep});
-                else if (w.format == Q8) multiply(ExpandedPanel<Q8Block>{w.block(panel, 0), expanded, keep});
+                else if (w.format == Q4) multiply(Q4Panel(w.block(panel, 0), w.k_blocks, expanded));
+                else if (w.format == Q8) multiply(Q8Panel{w.block(panel, 0), expanded, keep});
                 else multiply(DistantPanel{dense});
 #else
                 vector_block<Bf16Lane>(a, count, w.k_blocks, dense, first && !expanded, y);
@@ -218,10 +347,13 @@ void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& fi
     const long row_chunks = ceil_div(m, CHUNK_ROWS), share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
     const long per_chunk = std::max<long>({1, share, ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
     const long panel_chunks = ceil_div(w.panels, per_chunk);
+    std::vector<char> prepared(pool.size());
     pool.run(row_chunks * panel_chunks, [&](long chunk, int thread) {
         const long first_row = chunk / panel_chunks * CHUNK_ROWS, at = chunk % panel_chunks;
         const Span panels{w.panels * at / panel_chunks, w.panels * (at + 1) / panel_chunks};
-        multiply_span(w, x, {first_row, std::min(m, first_row + CHUNK_ROWS)}, panels, pool.scratch(thread), finish);
+        bool mine = prepared[thread] && m <= CHUNK_ROWS;
+        multiply_span(w, x, {first_row, std::min(m, first_row + CHUNK_ROWS)}, panels, pool.scratch(thread), mine, finish);
+        prepared[thread] = mine;
     });
 }
 

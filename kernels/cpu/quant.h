@@ -4,6 +4,7 @@
 // what is computed is bit for bit what the dequantised weights would give in bf16; only the reading is cheaper.
 #pragma once
 
+#include "amx.h"
 #include "layout.h"
 
 namespace ps {
@@ -56,11 +57,102 @@ inline void store_row(uint16_t* to, const vf (&low)[16 / W], const vf (&high)[16
 #endif
 }
 
+#if PS_AMX
+// w = scale * q + minimum.  Of the 16 weights that an output can have here, each is computed once and then looked up by all of the
+// output's 32 quants.  That gives outputs by k, the left operand of tiles: as such it serves few rows, turned it serves many.
+struct Q4Block {
+    uint16_t scale[PANEL], minimum[PANEL];  // f16
+    uint16_t quants[PANEL / 4][32];         // [4 outputs][k], an output's in bits 4 (output % 4) and up
+    static constexpr size_t BYTES = 4 * PANEL + 16 * PANEL;
+
+    void put(long column, long k, uint32_t quant) { quants[column / 4][k] |= (uint16_t)(quant << (4 * (column % 4))); }
+
+    struct Scales {
+        alignas(64) float scale[PANEL], minimum[PANEL];
+
+        void widen(const uint8_t* block) {
+            const Q4Block& q = *reinterpret_cast<const Q4Block*>(block);
+            for (long half = 0; half < PANEL; half += 16) {
+                const auto halves = [&](const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + half))); };
+                _mm512_store_ps(scale + half, halves(q.scale));
+                _mm512_store_ps(minimum + half, halves(q.minimum));
+            }
+        }
+        // The 16 weights of outputs i and i + 1.
+        __m512i tables(long i) const {
+            const __m512 quant = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+            const auto table = [&](long at) { return _mm512_fmadd_ps(quant, _mm512_set1_ps(scale[at]), _mm512_set1_ps(minimum[at])); };
+            return (__m512i)_mm512_cvtne2ps_pbh(table(i + 1), table(i));
+        }
+    };
+
+    // The weights of 4 outputs after each other, bf16, 32 along k.
+    struct FourOutputs {
+        __m512i row[4];
+
+        FourOutputs(const Q4Block& q, const Scales& scales, long line) {
+            const __m512i low_nibbles = _mm512_set1_epi16(0x0f0f), second_table = _mm512_set1_epi16(0x1010);
+            const __m512i words = _mm512_loadu_si512(q.quants[line]);
+            const __m512i first = scales.tables(4 * line), last = scales.tables(4 * line + 2);
+            // Indices are five bits of a word: a quant, and which of the two tables.
+            const __m512i even = _mm512_and_si512(words, low_nibbles);
+            const __m512i odd = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(words, 4), low_nibbles), second_table);
+            row[0] = _mm512_permutexvar_epi16(even, first);
+            row[1] = _mm512_permutexvar_epi16(odd, first);
+            row[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(even, 8), last);
+            row[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(odd, 8), last);
+        }
+    };
+
+    // A left operand of tiles: [32 outputs][16 lanes along k].
+    static void expand_rows(const uint8_t* block, const Scales& scales, uint32_t* rows) {
+#pragma GCC unroll 8
+        for (long line = 0; line < PANEL / 4; ++line) {
+            const FourOutputs outputs(*reinterpret_cast<const Q4Block*>(block), scales, line);
+            for (long i = 0; i < 4; ++i) _mm512_storeu_si512(rows + (4 * line + i) * TILE, outputs.row[i]);
+        }
+    }
+
+    // A right operand: [2 halves][16 lanes along k][16 outputs].
+    static void expand(const uint8_t* block, const Scales& scales, uint32_t* tiles) {
+#pragma GCC unroll 8
+        for (long line = 0; line < PANEL / 4; ++line) {
+            const FourOutputs outputs(*reinterpret_cast<const Q4Block*>(block), scales, line);
+            const __m512i* row = outputs.row;
+            const __m512i low01 = _mm512_unpacklo_epi32(row[0], row[1]), high01 = _mm512_unpackhi_epi32(row[0], row[1]);
+            const __m512i low23 = _mm512_unpacklo_epi32(row[2], row[3]), high23 = _mm512_unpackhi_epi32(row[2], row[3]);
+            uint32_t* to = tiles + line / 4 * TILE_LANES + line % 4 * 4;
+            store_quarters(to, _mm512_unpacklo_epi64(low01, low23));
+            store_quarters(to + TILE, _mm512_unpackhi_epi64(low01, low23));
+            store_quarters(to + 2 * TILE, _mm512_unpacklo_epi64(high01, high23));
+            store_quarters(to + 3 * TILE, _mm512_unpackhi_epi64(high01, high23));
+        }
+    }
+    static void expand(const uint8_t* block, uint32_t* tiles) {
+        Scales scales;
+        scales.widen(block);
+        expand(block, scales, tiles);
+    }
+
+private:
+    static void store_quarters(uint32_t* to, __m512i v) {
+        _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(v));
+        _mm_storeu_si128((__m128i*)(to + 4 * TILE), _mm512_extracti32x4_epi32(v, 1));
+        _mm_storeu_si128((__m128i*)(to + 8 * TILE), _mm512_extracti32x4_epi32(v, 2));
+        _mm_storeu_si128((__m128i*)(to + 12 * TILE), _mm512_extracti32x4_epi32(v, 3));
+    }
+};
+#else
 // w = scale * q + minimum.  Word e of (half, 8 outputs, 8 steps) holds 8 steps' quants of output e / 2, k parity e % 2.
 struct Q4Block {
     uint16_t scale[PANEL], minimum[PANEL];  // f16
     uint32_t quants[2][2][2][16];           // [half][8 outputs][8 steps][e]
     static constexpr size_t BYTES = 4 * PANEL + 16 * PANEL;
+
+    void put(long column, long k, uint32_t quant) {
+        const long output = column % 16;
+        quants[column / 16][output / 8][k / 16][output % 8 * 2 + k % 2] |= quant << (4 * (k / 2 % 8));
+    }
 
     static vf nibble(vu word, int i) {  // the lowest four bits of word >> 4 i, as a float
         const vu shifted = word >> (uint32_t)(4 * i);
@@ -91,6 +183,7 @@ struct Q4Block {
         }
     }
 };
+#endif
 static_assert(sizeof(Q4Block) == Q4Block::BYTES);
 
 // w = scale * q.
@@ -143,13 +236,12 @@ inline uint16_t negative_eightfold(uint16_t h) {  // -8 h in f16, exact: three u
 
 // Puts a GGUF block, 32 weights of one output, into a panel's column; the packed block must have been zeroed.
 inline void put_gguf_block(uint8_t* packed, long column, const uint8_t* source, QuantKind kind) {
-    const long half = column / 16, output = column % 16;
     uint16_t scale;
     memcpy(&scale, source, 2);
     if (kind == GGUF_Q8_0) {
         Q8Block& q = *reinterpret_cast<Q8Block*>(packed);
         q.scale[column] = scale;
-        for (long k = 0; k < 32; ++k) q.quants[half][k / 2][output * 2 + k % 2] = (int8_t)source[2 + k];
+        for (long k = 0; k < 32; ++k) q.quants[column / 16][k / 2][column % 16 * 2 + k % 2] = (int8_t)source[2 + k];
         return;
     }
     Q4Block& q = *reinterpret_cast<Q4Block*>(packed);
@@ -159,7 +251,7 @@ inline void put_gguf_block(uint8_t* packed, long column, const uint8_t* source, 
     const uint8_t* nibbles = source + (kind == GGUF_Q4_1 ? 4 : 2);
     for (long k = 0; k < 32; ++k) {
         uint32_t quant = k < 16 ? nibbles[k] & 15u : nibbles[k - 16] >> 4;
-        q.quants[half][output / 8][k / 16][output % 8 * 2 + k % 2] |= quant << (4 * (k / 2 % 8));
+        q.put(column, k, quant);
     }
 }
 
