@@ -9,6 +9,7 @@
 namespace ps {
 
 constexpr long MAX_RUN = 8;  // tiles
+constexpr long RUNS_PER_THREAD = 8;  // at least, so that the last to finish is not long alone
 
 // Scratch of attend(), kept between calls.
 struct AttentionScratch {
@@ -34,6 +35,7 @@ public:
     void run() {
         const bool plenty = num_tiles() >= 4 * pool_.size() || pool_.size() == 1;
         cut(plenty);
+        for (int thread = 0; thread < pool_.size(); ++thread) splits_[thread].wanted.clear(0);
         plenty ? attend_runs() : attend_parts();
     }
 
@@ -52,7 +54,7 @@ private:
         auto& runs = scratch_.runs;
         tiles.clear();
         runs.clear();
-        const long most = std::clamp<long>(num_tiles() / (8 * pool_.size()), 1, MAX_RUN);
+        const long most = std::clamp<long>(num_tiles() / (RUNS_PER_THREAD * pool_.size()), 1, MAX_RUN);
         for (long seq = 0; seq < batch_.num_seqs; ++seq) {
             const long rows = num_rows(seq);
             for (long first = 0; first < rows; first += most * QUERY_ROWS)
@@ -71,7 +73,9 @@ private:
         const auto& runs = scratch_.runs;
         const long count = (long)runs.size() - 1;
         float* states = scratch_.states.template reserve<float>(pool_.size() * (MAX_RUN + 1) * state_size_);
-        pool_.run(count, [&](long chunk, int thread) {
+        OwnFirst owners(count, pool_.size());
+        pool_.run(count, [&](long, int thread) {
+            const long chunk = owners.take(thread);
             const auto state_of = [&](long i) { return Softmax(states + (thread * (MAX_RUN + 1) + i) * state_size_); };
             const Softmax later = state_of(MAX_RUN);
             const long run = count - chunk - 1;  // the later in a prompt, the more keys: long ones first
@@ -79,10 +83,11 @@ private:
             std::optional<TileAttention> attentions[MAX_RUN];
             const long in_run = runs[run + 1] - runs[run];
             for (long i = 0; i < in_run; ++i) attentions[i].emplace(tile(runs[run] + i));
-            const bool share_keys = in_run > 1 && attentions[0]->tile().group == attentions[in_run - 1]->tile().group;
+            const long num_groups = attentions[in_run - 1]->tile().group - attentions[0]->tile().group + 1;
+            const bool share_keys = in_run > 1 && num_groups == 1;
             // Split by split, so that the tiles of a run find its keys and values in the cache.
             for (long split = attentions[0]->first_split(); split <= attentions[in_run - 1]->last_split(); ++split) {
-                attentions[0]->fetch_after(split, next);
+                attentions[0]->want_after(split, next, num_groups, splits_[thread].wanted);
                 // The last of a prompt's rows see most, and without a window all begin at one key: what they expand serves the others.
                 Codes codes = share_keys && !spec_.window ? Codes::KEPT : Codes::FOR_ONE;
                 for (long i = in_run - 1; i >= 0; --i) {

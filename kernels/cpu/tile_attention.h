@@ -11,6 +11,7 @@
 #include "matmul.h"
 #include "paged.h"
 #include "softmax.h"
+#include "wanted.h"
 
 namespace ps {
 
@@ -28,6 +29,7 @@ struct CodeLane : Bf16Lane {};
 
 // A thread's own memory for one split.
 struct SplitScratch {
+    Wanted wanted;
     alignas(64) float key_scales[SPLIT], value_scales[SPLIT];  // of codes
     alignas(64) float scores[QUERY_ROWS * SCORE_STRIDE];
     alignas(64) uint32_t weights[QUERY_ROWS * SCORE_STRIDE];  // lanes
@@ -57,11 +59,13 @@ public:
     long rows() const { return tile_.rows; }
     const QueryTile& tile() const { return tile_; }
 
-    // Asks for what comes after a split, all groups of it: a few rows leave the processor waiting for keys and values, which lie
-    // wherever their pages are, so that it cannot foresee them itself.  `next`: whose keys are wanted after the last split.
-    void fetch_after(long split, const TileAttention& next) const {
+    // Says what comes after a split, of so many groups: a few rows leave the processor waiting for keys and values, which lie
+    // wherever their pages are.  `next`: whose keys are wanted after the last split.
+    void want_after(long split, const TileAttention& next, long num_groups, Wanted& wanted) const {
+        wanted.fetch_rest();
+        wanted.clear(pages_.granule_lanes() * 4);
         if (tile_.rows > TILE || (split < last_split() && expands_late())) return;
-        split < last_split() ? fetch((split + 1) * SPLIT) : next.fetch(next.first_key() / GRANULE * GRANULE);
+        split < last_split() ? want((split + 1) * SPLIT, num_groups, wanted) : next.want(next.first_key() / GRANULE * GRANULE, num_groups, wanted);
     }
 
     // Writes what the rows see of one split's keys.
@@ -172,14 +176,11 @@ private:
             memcpy(s_->value_scales + g * GRANULE, values_[g] + pages_.granule_codes(), GRANULE * sizeof(float));
     }
 
-    void fetch(long first_key) const {
-        const size_t bytes = pages_.granule_lanes() * 4;
+    void want(long first_key, long num_groups, Wanted& wanted) const {
         for (long key = first_key; key <= last_key() && key < first_key + SPLIT; key += GRANULE)
             for (const void* pages : {pages_.k, pages_.v})
-                for (long group = 0; group < pages_.num_heads; ++group) {
-                    const char* granule = static_cast<const char*>(pages) + granule_at(key, group) * 4;
-                    for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(granule + at, 0, 2);
-                }
+                for (long group = tile_.group; group < tile_.group + num_groups; ++group)
+                    wanted.add(static_cast<const uint32_t*>(pages) + granule_at(key, group));
     }
 
     long granule_at(long key) const { return granule_at(key, tile_.group); }
@@ -409,8 +410,9 @@ private:
             tile_zero<2>();
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long lane = 0; lane < lanes; lane += TILE) {
-                if (!FEW)
-                    for (const uint32_t* granule : ahead) fetch_lines<TILE>(granule + lane * GRANULE, GRANULE);
+                for (const uint32_t* granule : ahead)
+                    if (FEW) s_->wanted.fetch();
+                    else fetch_lines<TILE>(granule + lane * GRANULE, GRANULE);
                 tile_load<6>(keys + lane * GRANULE, 64);
                 tile_load<4>(queries_ + lane, lanes * 4);
                 tile_dot<0, 4, 6>();
@@ -440,7 +442,8 @@ private:
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long g = 0; g < granules_; ++g) {
                 const long at = g * GRANULE / 2;
-                if (!FEW)
+                if (FEW) s_->wanted.fetch();
+                else
                     for (long half : {0L, TILE}) fetch_lines<TILE / 2>(values_[std::min(g + 2, granules_ - 1)] + d + half, width_);
                 const uint32_t* values = LATE ? expanded_values(g, d) : values_[g] + d;
                 tile_load<6>(values, stride * 4);
