@@ -112,7 +112,7 @@ private:
             return;
         }
         const long per_chunk = std::min(MOST, round_up(ceil_div(tokens, pool.size()), TILE)), chunks = ceil_div(tokens, per_chunk);
-        OwnFirst owners(chunks, pool.size());
+        OwnFirst owners(chunks, pool.size(), OwnFirst::IN_TURNS);
         pool.run(chunks, [&](long, int thread) {
             const long chunk = owners.take(thread);
             Alone one{pool.scratch(thread)};

@@ -348,7 +348,9 @@ void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& fi
     const long per_chunk = std::max<long>({1, share, ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
     const long panel_chunks = ceil_div(w.panels, per_chunk);
     std::vector<char> prepared(pool.size());
-    pool.run(row_chunks * panel_chunks, [&](long chunk, int thread) {
+    OwnFirst owners(row_chunks * panel_chunks, pool.size(), OwnFirst::SIDE_BY_SIDE);  // one stream of weights for each
+    pool.run(row_chunks * panel_chunks, [&](long, int thread) {
+        const long chunk = owners.take(thread);
         const long first_row = chunk / panel_chunks * CHUNK_ROWS, at = chunk % panel_chunks;
         const Span panels{w.panels * at / panel_chunks, w.panels * (at + 1) / panel_chunks};
         bool mine = prepared[thread] && m <= CHUNK_ROWS;

@@ -132,18 +132,25 @@ private:
 // a thread that is done takes what the others have not begun.
 class OwnFirst {
 public:
-    OwnFirst(long chunks, int threads) : chunks_(chunks), threads_(threads), taken_(chunks) {}
+    enum Order { SIDE_BY_SIDE, IN_TURNS };  // a thread's chunks follow each other, or the threads' chunks alternate
 
+    OwnFirst(long chunks, int threads, Order order) : chunks_(chunks), threads_(threads), order_(order), taken_(threads) {}
+
+    // For as many calls as there are chunks.
     long take(int thread) {
-        for (long c = thread; c < chunks_; c += threads_)
-            if (!taken_[c].exchange(true)) return c;
-        for (long c = chunks_ - 1;; c = c ? c - 1 : chunks_ - 1)
-            if (!taken_[c].exchange(true)) return c;
+        for (int owner = thread;; owner = owner + 1 < threads_ ? owner + 1 : 0)
+            if (const long i = taken_[owner]++; order_ == IN_TURNS) {
+                if (i * threads_ + owner < chunks_) return i * threads_ + owner;
+            } else if (first_of(owner) + i < first_of(owner + 1)) return first_of(owner) + i;
     }
 
 private:
-    long chunks_, threads_;
-    std::vector<std::atomic<bool>> taken_;
+    long first_of(int owner) const { return chunks_ * owner / threads_; }
+
+    long chunks_;
+    int threads_;
+    Order order_;
+    std::vector<std::atomic<long>> taken_;
 };
 
 }  // namespace ps
