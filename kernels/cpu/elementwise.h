@@ -1,8 +1,10 @@
 // The small operators between the matrix products, one row at a time.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "layout.h"
 
@@ -51,26 +53,48 @@ inline void gate(Activation kind, float* y) {
     for (long j = 0; j < 16; j += W) store(y + j, activate(kind, load(y + j)) * load(y + 16 + j));
 }
 
-// The greatest of `n` floats, at most 32, and the first place where it stands; NaN if there is one.
+// The greatest of a row's outputs and where it first stands, column by column of the panels while these are made in any order.
 struct Greatest {
-    float value;
-    int at;
-};
-inline Greatest greatest_of(const float* y, long n) {
-    const vf none = splat(-std::numeric_limits<float>::infinity());
-    vf high = none;
-    vi is_nan{};
-    for (long i = 0; i < n; i += W) {
-        const vf v = iota() + (int)i < (int)n ? load(y + i) : none;
-        high = at_least(v, high);
-        is_nan |= (vi)(v != v);
+    alignas(64) float value[32];
+    int panel[32];
+    vi is_nan;
+
+    void clear() {
+        std::fill_n(value, 32, -std::numeric_limits<float>::infinity());
+        std::fill_n(panel, 32, std::numeric_limits<int>::max());
+        is_nan = vi{};
     }
-    if (first_of(is_nan) < W) return {std::numeric_limits<float>::quiet_NaN(), 0};
-    const float value = greatest(high);
-    for (long i = 0; i < n; i += W)
-        if (const int at = first_of((vi)(load(y + i) == splat(value))); at < W) return {value, (int)i + at};
-    return {value, 0};
-}
+
+    // Takes in the first `n` outputs of a panel.
+    void add(const float* y, int of_panel, int n) {
+        for (int i = 0; i < n; i += W) {
+            vf high = load(value + i), v = load(y + i);
+            vi place = (vi)load(reinterpret_cast<const uint32_t*>(panel + i));
+            if (n - i < W) v = iota() < n - i ? v : high;  // what stands there was cleared, and stays so
+            const vi better = (v > high) | ((v == high) & (place > of_panel));
+            is_nan |= (vi)(v != v);
+            store(value + i, better ? v : high);
+            store(reinterpret_cast<uint32_t*>(panel + i), (vu)(better ? vi{} + of_panel : place));
+        }
+    }
+    void add(const Greatest& other) {
+        for (int i = 0; i < 32; ++i)
+            if (other.value[i] > value[i] || (other.value[i] == value[i] && other.panel[i] < panel[i])) {
+                value[i] = other.value[i];
+                panel[i] = other.panel[i];
+            }
+        is_nan |= other.is_nan;
+    }
+
+    // The greatest and its place; NaN if there was one.
+    std::pair<float, long> best() const {
+        if (first_of(is_nan) < W) return {std::numeric_limits<float>::quiet_NaN(), 0};
+        long at = 0;
+        for (long i = 1; i < 32; ++i)
+            if (value[i] > value[at] || (value[i] == value[at] && panel[i] < panel[at])) at = i;
+        return {value[at], panel[at] * 32L + at};
+    }
+};
 
 // Cosines and sines of one position, scaled; angles are rounded to float as the models' own code does.
 inline void rotary_row(const float* inv_freq, long half, float position, float factor, float* cos_sin) {

@@ -340,9 +340,10 @@ void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memor
 #endif
 }
 
-// The same for all panels and m rows, shared out among the threads; blocks come in any order.
-template <class Finish>
-void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& finish) {
+// The same for all panels and m rows, shared out among the threads; blocks come in any order.  finish_of(thread) is what finishes
+// a thread's blocks.
+template <class FinishOf>
+void matmul_by_thread(Pool& pool, const Linear& w, const Rows& x, long m, const FinishOf& finish_of) {
     constexpr long CHUNK_ROWS = 256;
     const long row_chunks = ceil_div(m, CHUNK_ROWS), share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
     const long per_chunk = std::max<long>({1, share, ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
@@ -354,9 +355,13 @@ void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& fi
         const long first_row = chunk / panel_chunks * CHUNK_ROWS, at = chunk % panel_chunks;
         const Span panels{w.panels * at / panel_chunks, w.panels * (at + 1) / panel_chunks};
         bool mine = prepared[thread] && m <= CHUNK_ROWS;
-        multiply_span(w, x, {first_row, std::min(m, first_row + CHUNK_ROWS)}, panels, pool.scratch(thread), mine, finish);
+        multiply_span(w, x, {first_row, std::min(m, first_row + CHUNK_ROWS)}, panels, pool.scratch(thread), mine, finish_of(thread));
         prepared[thread] = mine;
     });
+}
+template <class Finish>
+void matmul(Pool& pool, const Linear& w, const Rows& x, long m, const Finish& finish) {
+    matmul_by_thread(pool, w, x, m, [&](int) -> const Finish& { return finish; });
 }
 
 }  // namespace ps

@@ -1,4 +1,6 @@
 // The plain C interface that ops.py calls; it has checked every size before.
+#include <tuple>
+
 #include "decoder.h"
 #include "quantise.h"
 
@@ -89,25 +91,23 @@ void ps_linear_run(ps_pool* p, const Linear* w, const float* x, long m, float* o
 void ps_linear_best(ps_pool* p, const Linear* w, const float* x, long m, int64_t* best, float* scores) {
     std::lock_guard<std::mutex> lock(p->pool.in_use());
     Rows rows = pack_rows(p->pool, p->scratch.rows, *w, x, m);
-    Greatest* found = p->scratch.found.reserve<Greatest>(m * w->panels);
-    matmul(p->pool, *w, rows, m, [&](long row, long count, long panel, float* y) {
-        const long columns = std::min(PANEL, w->n - panel * PANEL);
-        for (long r = 0; r < count; ++r, y += PANEL) {
-            if (!w->bias.empty())
-                for (long i = 0; i < columns; ++i) y[i] += w->bias[panel * PANEL + i];
-            found[panel * m + row + r] = greatest_of(y, columns);
-        }
+    const long threads = p->pool.size();
+    Greatest* found = p->scratch.found.reserve<Greatest>(threads * m);  // [threads][m]
+    for (long i = 0; i < threads * m; ++i) found[i].clear();
+    matmul_by_thread(p->pool, *w, rows, m, [&](int thread) {
+        return [=](long row, long count, long panel, float* y) {
+            const long columns = std::min(PANEL, w->n - panel * PANEL);
+            for (long r = 0; r < count; ++r, y += PANEL) {
+                if (!w->bias.empty())
+                    for (long i = 0; i < columns; ++i) y[i] += w->bias[panel * PANEL + i];
+                found[thread * m + row + r].add(y, (int)panel, (int)columns);
+            }
+        };
     });
-    p->pool.run(ceil_div(m, ROW_BLOCK), [&](long block, int) {
-        for (long row = block * ROW_BLOCK; row < std::min(m, (block + 1) * ROW_BLOCK); ++row) {
-            Greatest high = found[row];
-            long of = 0;
-            for (long panel = 1; panel < w->panels && high.value == high.value; ++panel)
-                if (const Greatest& other = found[panel * m + row]; !(other.value <= high.value)) high = other, of = panel;  // also NaN
-            best[row] = of * PANEL + high.at;
-            scores[row] = high.value;
-        }
-    });
+    for (long row = 0; row < m; ++row) {
+        for (long thread = 1; thread < threads; ++thread) found[row].add(found[thread * m + row]);
+        std::tie(scores[row], best[row]) = found[row].best();
+    }
 }
 
 // Writes keys and values into their slots, then attends.  1, and nothing done, if the batch does not fit the pages.
