@@ -19,7 +19,7 @@ struct Linear {
 
     Linear(Format format_, long n_, long k_, bool paired_)
         : format(format_), n(n_), k(k_), paired(paired_), panels(paired_ ? ceil_div(n_ / 2, TILE) : ceil_div(n_, PANEL)),
-          k_blocks(ceil_div(k_, TILE * per_lane(activation_format(format_)))), weights(panels * panel_bytes()) {}
+          k_blocks(ceil_div(k_, TILE * per_lane(activation_format(format_)))), weights(Memory::side_by_side(panels * panel_bytes())) {}
 
     bool quantised() const { return format == Q4 || format == Q8; }
     size_t block_bytes() const { return format == Q4 ? Q4Block::BYTES : format == Q8 ? Q8Block::BYTES : PANEL_LANES * 4; }
