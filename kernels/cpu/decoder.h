@@ -52,8 +52,7 @@ struct Alone {
     }
     template <class Finish>
     void multiply(const Linear& w, const Rows& x, Span rows, const Finish& finish) {
-        bool prepared = false;
-        multiply_span(w, x, rows, {0, w.panels}, scratch, prepared, finish);
+        RowsProduct(w, x, rows, scratch).multiply({0, w.panels}, finish);
     }
 };
 

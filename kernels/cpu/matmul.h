@@ -1,276 +1,12 @@
 // Matrix products y = x W^T, and what may be done with a block of y before it leaves the cache.
-//
-// Every output is one accumulator that runs over k from the first to the last, whatever the number of rows: on a machine
-// with tile registers always there, elsewhere always in vectors.  So a row's result does not know its company.
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
-#include "amx.h"
-#include "linear.h"
+#include "panel.h"
 
 namespace ps {
-
-constexpr long ROW_BLOCK = 2 * TILE;  // rows that one pass over a panel serves
-
-struct Span {
-    long first, last;  // last is beyond the end
-};
-
-// Weights that come from memory are asked for 2 KiB ahead, so that they arrive by the time they are due.
-template <size_t BYTES>
-inline void fetch_block(const void* block) {
-#pragma GCC unroll 32
-    for (size_t at = 0; at < BYTES; at += 64) __builtin_prefetch(static_cast<const char*>(block) + 2048 + at);
-}
-
-// ---- one panel times up to 32 rows -----------------------------------------------------------------------------------
-
-// Adds `lanes` steps of k to R rows by V vectors.  a: rows `a_stride` lanes apart; b: where each vector's first step stands,
-// the others `b_stride` lanes apart.
-template <class Lane, int R, int V>
-inline void multiply(vf (&c)[R][V], const uint32_t* a, long a_stride, const uint32_t* const (&b)[V], long b_stride, long lanes) {
-    for (long i = 0; i < lanes; ++i) {
-        vu column[V];
-        for (int v = 0; v < V; ++v) column[v] = load(b[v] + i * b_stride);
-        for (int r = 0; r < R; ++r) {
-            vu row = splat(a[r * a_stride + i]);
-            for (int v = 0; v < V; ++v) c[r][v] = Lane::dot(c[r][v], row, column[v]);
-        }
-    }
-}
-
-constexpr int VECTOR_ROWS = W == 16 ? 8 : 4;
-
-template <class Lane, int R>
-void vector_rows(const uint32_t* a, const uint32_t* panel, long k_blocks, bool distant, float* out) {
-    constexpr long V_STRIDE = W == 16 ? TILE_LANES : W;  // 16 lanes: the second vector is the panel's other half
-    for (long column = 0; column < PANEL; column += 2 * W) {
-        const uint32_t* b = W == 16 ? panel : panel + column / TILE * TILE_LANES + column % TILE;
-        vf c[R][2] = {};
-        for (long kb = 0; kb < k_blocks; ++kb) {
-            if (distant && column == 0) fetch_block<PANEL_LANES * 4>(panel + kb * PANEL_LANES);
-            const uint32_t* const columns[2] = {b + kb * PANEL_LANES, b + kb * PANEL_LANES + V_STRIDE};
-            multiply<Lane, R, 2>(c, a + kb * TILE_LANES, TILE, columns, TILE, TILE);
-        }
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < 2; ++v) store(out + r * PANEL + column + v * W, c[r][v]);
-    }
-}
-
-template <class Lane, int R>
-void vector_rows_up_to(int rows, const uint32_t* a, const uint32_t* panel, long k_blocks, bool distant, float* out) {
-    if (rows == R) return vector_rows<Lane, R>(a, panel, k_blocks, distant, out);
-    if constexpr (R > 1) vector_rows_up_to<Lane, R - 1>(rows, a, panel, k_blocks, distant, out);
-}
-
-template <class Lane>
-void vector_block(const uint32_t* a, long m, long k_blocks, const uint32_t* panel, bool distant, float* out) {
-    for (long r = 0; r < m; r += VECTOR_ROWS) {
-        const uint32_t* group = a + r / TILE * k_blocks * TILE_LANES + r % TILE * TILE;
-        const int rows = (int)std::min<long>(VECTOR_ROWS, m - r);
-        vector_rows_up_to<Lane, VECTOR_ROWS>(rows, group, panel, k_blocks, distant && r == 0, out + r * PANEL);
-    }
-}
-
-#if PS_AMX
-// Tiles 0 to 3 accumulate (rows x columns), 4 and 5 hold rows, 6 and 7 columns.
-inline TileConfig linear_tiles(long m) {
-    TileConfig config;
-    int low = (int)std::min(m, TILE), high = m > TILE ? (int)(m - TILE) : low;
-    for (int tile : {0, 1, 4}) config.set(tile, low, 64);
-    for (int tile : {2, 3, 5}) config.set(tile, high, 64);
-    for (int tile : {6, 7}) config.set(tile, TILE, 64);
-    return config;
-}
-
-// Where the tiles of a k block come from: a dense panel that is in the cache, one that is not, and one that is expanded.
-struct CachedPanel {
-    const uint32_t* lanes;
-    const uint32_t* operator()(long kb) const { return lanes + kb * PANEL_LANES; }
-};
-struct DistantPanel {
-    const uint32_t* lanes;
-    const uint32_t* operator()(long kb) const {
-        const uint32_t* at = lanes + kb * PANEL_LANES;
-        fetch_block<PANEL_LANES * 4>(at);
-        return at;
-    }
-};
-struct Q8Panel {
-    const uint8_t* blocks;
-    uint32_t* memory;
-    bool keep;  // for the rows that follow; else two places do: one block is multiplied while the next is written
-    const uint32_t* operator()(long kb) const {
-        uint32_t* tiles = memory + (keep ? kb : kb % 2) * PANEL_LANES;
-        fetch_block<Q8Block::BYTES>(blocks + kb * Q8Block::BYTES);
-        Q8Block::expand(blocks + kb * Q8Block::BYTES, tiles);
-        return tiles;
-    }
-};
-
-// Blocks of 4 bits that follow each other, expanded in order.  Nothing is read right after it was written: lines that are still
-// on their way to the cache can't be read in other pieces.  So scales are widened two blocks ahead, and blocks are expanded one
-// ahead of their use.
-class Q4Blocks {
-public:
-    Q4Blocks(const uint8_t* blocks, long count) : blocks_(blocks), last_(count - 1) {
-        for (long i = 0; i < 2; ++i) widen(i);
-    }
-    void expand(long i, uint32_t* tiles) {
-        fetch_block<Q4Block::BYTES>(at(i));
-        Q4Block::expand(at(i), scales_[i % 2], tiles);
-        widen(i + 2);
-    }
-    void expand_rows(long i, uint32_t* rows) {
-        fetch_block<Q4Block::BYTES>(at(i));
-        Q4Block::expand_rows(at(i), scales_[i % 2], rows);
-        widen(i + 2);
-    }
-
-private:
-    const uint8_t* at(long i) const { return blocks_ + i * Q4Block::BYTES; }
-    void widen(long i) {
-        if (i <= last_) scales_[i % 2].widen(at(i));
-    }
-
-    const uint8_t* blocks_;
-    long last_;
-    Q4Block::Scales scales_[2];
-};
-class Q4Panel {
-public:
-    Q4Panel(const uint8_t* blocks, long k_blocks, uint32_t* memory) : blocks_(blocks, k_blocks), last_(k_blocks - 1), memory_(memory) {
-        blocks_.expand(0, memory);
-    }
-    const uint32_t* operator()(long kb) {
-        if (kb < last_) blocks_.expand(kb + 1, memory_ + (kb + 1) * PANEL_LANES);
-        return memory_ + kb * PANEL_LANES;
-    }
-
-private:
-    Q4Blocks blocks_;
-    long last_;
-    uint32_t* memory_;
-};
-
-// Many rows pass by one panel, which then stays in the first cache; few rows stay there themselves.
-template <bool PASSING, int T>
-inline void load_rows(const uint32_t* a) {
-    PASSING ? tile_load_passing<T>(a, 64) : tile_load<T>(a, 64);
-}
-
-template <bool PASSING, class Panel>
-inline void tile_block(const uint32_t* a, long m, long k_blocks, Panel&& panel, float* out) {
-    const uint32_t* a_high = a + k_blocks * TILE_LANES;
-    tile_zero<0>();
-    tile_zero<1>();
-    if (m <= TILE) {
-        for (long kb = 0; kb < k_blocks; ++kb) {
-            const uint32_t* b = panel(kb);
-            tile_load<6>(b, 64);
-            tile_load<7>(b + TILE_LANES, 64);
-            load_rows<PASSING, 4>(a + kb * TILE_LANES);
-            tile_dot<0, 4, 6>();
-            tile_dot<1, 4, 7>();
-        }
-    } else {
-        tile_zero<2>();
-        tile_zero<3>();
-        for (long kb = 0; kb < k_blocks; ++kb) {
-            const uint32_t* b = panel(kb);
-            tile_load<6>(b, 64);
-            load_rows<PASSING, 4>(a + kb * TILE_LANES);
-            tile_load<7>(b + TILE_LANES, 64);
-            load_rows<PASSING, 5>(a_high + kb * TILE_LANES);
-            tile_dot<0, 4, 6>();
-            tile_dot<1, 4, 7>();
-            tile_dot<2, 5, 6>();
-            tile_dot<3, 5, 7>();
-        }
-        tile_store<2>(out + TILE * PANEL, PANEL * 4);
-        tile_store<3>(out + TILE * PANEL + TILE, PANEL * 4);
-    }
-    tile_store<0>(out, PANEL * 4);
-    tile_store<1>(out + TILE, PANEL * 4);
-}
-
-// Few rows by 4-bit weights: the weights are the left operand as they come, the rows, turned, the right one.  Tiles 0 to 3
-// accumulate (outputs x rows), 4 and 5 hold outputs, 6 and 7 rows.  The products and their order are those of tile_block.
-class FewRows {
-public:
-    // memory: of k_blocks * PANEL_LANES lanes; holds the rows already if they are `turned`.
-    FewRows(const Linear& w, const Rows& x, Span rows, uint32_t* memory, bool turned)
-        : w_(w), m_(rows.last - rows.first), low_(std::min(m_, TILE)), high_(m_ - low_),
-          rows_(m_ == 1 ? x.block(rows.first, 0) : memory), stride_(m_ == 1 ? 1 : TILE) {
-        if (m_ > 1 && !turned)
-            for (long row = 0; row < m_; row += TILE)
-                for (long kb = 0; kb < w.k_blocks; ++kb)
-                    turn16(x.group(rows.first + row) + kb * TILE_LANES, TILE, memory + (row / TILE * w.k_blocks + kb) * TILE_LANES, TILE);
-        TileConfig config;
-        for (int tile : {0, 1, 6}) config.set(tile, TILE, (int)low_ * 4);
-        for (int tile : {2, 3, 7}) config.set(tile, TILE, (int)std::max(high_, 1L) * 4);
-        for (int tile : {4, 5}) config.set(tile, TILE, 64);
-        config.activate();
-    }
-    ~FewRows() { release_tiles(); }
-
-    // y [m][32] of each panel.
-    template <class Use>
-    void multiply(Span panels, const Use& use) {
-        const long count = (panels.last - panels.first) * w_.k_blocks;
-        Q4Blocks blocks(w_.block(panels.first, 0), count);
-        blocks.expand_rows(0, weights_[0]);
-        alignas(64) float y[ROW_BLOCK * PANEL];
-        for (long panel = panels.first, i = 0; panel < panels.last; ++panel, i += w_.k_blocks) {
-            high_ ? accumulate<true>(blocks, i, count) : accumulate<false>(blocks, i, count);
-            store(y);
-            use(panel, y);
-        }
-    }
-
-private:
-    template <bool TWO>
-    void accumulate(Q4Blocks& blocks, long first, long count) {
-        tile_zero<0>();
-        tile_zero<1>();
-        if (TWO) tile_zero<2>(), tile_zero<3>();
-        const uint32_t* high_rows = rows_ + w_.k_blocks * TILE_LANES;
-        for (long kb = 0; kb < w_.k_blocks; ++kb) {
-            const long i = first + kb;
-            if (i + 1 < count) blocks.expand_rows(i + 1, weights_[(i + 1) % 2]);
-            tile_load<6>(rows_ + kb * TILE_LANES, stride_ * 4);
-            tile_load<4>(weights_[i % 2], 64);
-            tile_dot<0, 4, 6>();
-            tile_load<5>(weights_[i % 2] + TILE_LANES, 64);
-            tile_dot<1, 5, 6>();
-            if (!TWO) continue;
-            tile_load<7>(high_rows + kb * TILE_LANES, 64);
-            tile_dot<2, 4, 7>();
-            tile_dot<3, 5, 7>();
-        }
-    }
-    void store(float* y) const {
-        if (m_ == 1) {
-            tile_store<0>(y, 4);
-            tile_store<1>(y + TILE, 4);
-            return;
-        }
-        alignas(64) uint32_t turned[4][TILE_LANES];
-        tile_store<0>(turned[0], 64);
-        tile_store<1>(turned[1], 64);
-        if (high_) tile_store<2>(turned[2], 64), tile_store<3>(turned[3], 64);
-        for (long tile = 0; tile < (high_ ? 4 : 2); ++tile)
-            turn16(turned[tile], TILE, reinterpret_cast<uint32_t*>(y) + tile / 2 * TILE * PANEL + tile % 2 * TILE, PANEL);
-    }
-
-    const Linear& w_;
-    const long m_, low_, high_;
-    const uint32_t* const rows_;
-    const long stride_;
-    alignas(64) uint32_t weights_[2][PANEL_LANES];
-};
-#endif
 
 // Writes a finished block into out [m, stride], or adds it to what is there; not for paired weights.
 template <bool ADD>
@@ -289,74 +25,81 @@ inline void emit(const Linear& w, long row, long rows, long panel, const float* 
     }
 }
 
-// ---- the whole product -----------------------------------------------------------------------------------------------
-
-// Calls finish(row, rows, panel, y) for each finished block of some rows and panels, y being [rows][32] floats.  A quantised
-// panel is expanded once for all rows: on a machine with tile registers piece by piece, on the first rows' way into them.
-// prepared: whether an earlier call for the same rows has left them in `scratch`, in the form that is wanted here.
-template <class Finish>
-void multiply_span(const Linear& w, const Rows& x, Span rows, Span panels, Memory& scratch, bool& prepared, const Finish& finish) {
+// Some rows by panels of a weight.  A quantised panel is expanded once for all rows: on a machine with tile registers piece by
+// piece, on the first rows' way into them.
+class RowsProduct {
+public:
+    RowsProduct(const Linear& w, const Rows& x, Span rows, Memory& scratch)
+        : w_(w), x_(x), rows_(rows), scratch_(w.quantised() ? scratch.reserve<uint32_t>(w.k_blocks * PANEL_LANES) : nullptr) {
 #if PS_AMX
-    if (w.format == Q4 && rows.last - rows.first <= ROW_BLOCK) {
-        FewRows few(w, x, rows, scratch.reserve<uint32_t>(w.k_blocks * PANEL_LANES), prepared);
-        prepared = true;
-        few.multiply(panels, [&](long panel, float* y) { finish(rows.first, rows.last - rows.first, panel, y); });
-        return;
+        if (w.format == Q4 && rows.last - rows.first <= ROW_BLOCK) few_.emplace(w, x, rows, scratch_);
+#endif
     }
-#endif
-    const bool keep = rows.last - rows.first > ROW_BLOCK;
-    uint32_t* expanded = w.quantised() ? scratch.reserve<uint32_t>(w.k_blocks * PANEL_LANES) : nullptr;
-    alignas(64) float y[ROW_BLOCK * PANEL];
+
+    // Calls finish(row, rows, panel, y) for each finished block of some rows and panels, y being [rows][32] floats.
+    template <class Finish>
+    void multiply(Span panels, const Finish& finish) {
 #if PS_AMX
-    long configured = 0;
+        if (few_) return few_->multiply(panels, [&](long panel, float* y) { finish(rows_.first, rows_.last - rows_.first, panel, y); });
+        long configured = 0;
 #endif
-    for (long panel = panels.first; panel < panels.last; ++panel) {
-        const uint32_t* dense = expanded ? expanded : reinterpret_cast<const uint32_t*>(w.block(panel, 0));
-        if (expanded && !PS_AMX) expand_panel(w, panel, expanded);
-        for (long row = rows.first; row < rows.last; row += ROW_BLOCK) {
-            const long count = std::min(ROW_BLOCK, rows.last - row);
-            const uint32_t* a = x.group(row);
-            const bool first = row == rows.first;
-            if (w.format == F32) vector_block<F32Lane>(a, count, w.k_blocks, dense, first, y);
-            else {
+        const bool keep = rows_.last - rows_.first > ROW_BLOCK;
+        alignas(64) float y[ROW_BLOCK * PANEL];
+        for (long panel = panels.first; panel < panels.last; ++panel) {
+            const uint32_t* dense = scratch_ ? scratch_ : reinterpret_cast<const uint32_t*>(w_.block(panel, 0));
+            if (scratch_ && !PS_AMX) expand_panel(w_, panel, scratch_);
+            for (long row = rows_.first; row < rows_.last; row += ROW_BLOCK) {
+                const long count = std::min(ROW_BLOCK, rows_.last - row);
+                const uint32_t* a = x_.group(row);
+                const bool first = row == rows_.first;
+                if (w_.format == F32) vector_block<F32Lane>(a, count, w_.k_blocks, dense, first, y);
+                else {
 #if PS_AMX
-                if (configured != count) linear_tiles(configured = count).activate();
-                const auto multiply = [&](auto&& tiles) {
-                    keep ? tile_block<true>(a, count, w.k_blocks, tiles, y) : tile_block<false>(a, count, w.k_blocks, tiles, y);
-                };
-                if (!first) multiply(CachedPanel{dense});
-                else if (w.format == Q4) multiply(Q4Panel(w.block(panel, 0), w.k_blocks, expanded));
-                else if (w.format == Q8) multiply(Q8Panel{w.block(panel, 0), expanded, keep});
-                else multiply(DistantPanel{dense});
+                    if (configured != count) linear_tiles(configured = count).activate();
+                    const auto multiply = [&](auto&& tiles) {
+                        keep ? tile_block<true>(a, count, w_.k_blocks, tiles, y) : tile_block<false>(a, count, w_.k_blocks, tiles, y);
+                    };
+                    if (!first) multiply(CachedPanel{dense});
+                    else if (w_.format == Q4) multiply(Q4Panel(w_.block(panel, 0), w_.k_blocks, scratch_));
+                    else if (w_.format == Q8) multiply(Q8Panel{w_.block(panel, 0), scratch_, keep});
+                    else multiply(DistantPanel{dense});
 #else
-                vector_block<Bf16Lane>(a, count, w.k_blocks, dense, first && !expanded, y);
+                    vector_block<Bf16Lane>(a, count, w_.k_blocks, dense, first && !scratch_, y);
 #endif
+                }
+                finish(row, count, panel, y);
             }
-            finish(row, count, panel, y);
         }
-    }
 #if PS_AMX
-    if (configured) release_tiles();
+        if (configured) release_tiles();
 #endif
-}
+    }
 
-// The same for all panels and m rows, shared out among the threads; blocks come in any order.  finish_of(thread) is what finishes
-// a thread's blocks.
+private:
+    const Linear& w_;
+    const Rows& x_;
+    const Span rows_;
+    uint32_t* const scratch_;  // of quantised weights
+#if PS_AMX
+    std::optional<FewRows> few_;
+#endif
+};
+
+// The whole product, shared out among the threads; blocks come in any order.  finish_of(thread) is what finishes a thread's blocks.
 template <class FinishOf>
 void matmul_by_thread(Pool& pool, const Linear& w, const Rows& x, long m, const FinishOf& finish_of) {
     constexpr long CHUNK_ROWS = 256;
     const long row_chunks = ceil_div(m, CHUNK_ROWS), share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
-    const long per_chunk = std::max<long>({1, share, ceil_div(w.panels * row_chunks, Pool::MAX_CHUNKS)});
-    const long panel_chunks = ceil_div(w.panels, per_chunk);
-    std::vector<char> prepared(pool.size());
+    const long panel_chunks = ceil_div(w.panels, std::max(1L, share));
     OwnFirst owners(row_chunks * panel_chunks, pool.size(), OwnFirst::SIDE_BY_SIDE);  // one stream of weights for each
-    pool.run(row_chunks * panel_chunks, [&](long, int thread) {
-        const long chunk = owners.take(thread);
-        const long first_row = chunk / panel_chunks * CHUNK_ROWS, at = chunk % panel_chunks;
-        const Span panels{w.panels * at / panel_chunks, w.panels * (at + 1) / panel_chunks};
-        bool mine = prepared[thread] && m <= CHUNK_ROWS;
-        multiply_span(w, x, {first_row, std::min(m, first_row + CHUNK_ROWS)}, panels, pool.scratch(thread), mine, finish_of(thread));
-        prepared[thread] = mine;
+    pool.run(pool.size(), [&](long, int thread) {
+        std::optional<RowsProduct> product;
+        long product_row = -1;
+        for (long chunk; (chunk = owners.take(thread)) >= 0;) {
+            const long row = chunk / panel_chunks * CHUNK_ROWS, at = chunk % panel_chunks;
+            if (row != product_row) product.emplace(w, x, Span{product_row = row, std::min(m, row + CHUNK_ROWS)}, pool.scratch(thread));
+            product->multiply({w.panels * at / panel_chunks, w.panels * (at + 1) / panel_chunks}, finish_of(thread));
+        }
     });
 }
 template <class Finish>

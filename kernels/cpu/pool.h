@@ -136,12 +136,14 @@ public:
 
     OwnFirst(long chunks, int threads, Order order) : chunks_(chunks), threads_(threads), order_(order), taken_(threads) {}
 
-    // For as many calls as there are chunks.
+    // Negative when none is left.
     long take(int thread) {
-        for (int owner = thread;; owner = owner + 1 < threads_ ? owner + 1 : 0)
-            if (const long i = taken_[owner]++; order_ == IN_TURNS) {
-                if (i * threads_ + owner < chunks_) return i * threads_ + owner;
-            } else if (first_of(owner) + i < first_of(owner + 1)) return first_of(owner) + i;
+        for (int i = 0; i < threads_; ++i) {
+            const int owner = (thread + i) % threads_;
+            const long next = taken_[owner]++, chunk = order_ == IN_TURNS ? next * threads_ + owner : first_of(owner) + next;
+            if (chunk < (order_ == IN_TURNS ? chunks_ : first_of(owner + 1))) return chunk;
+        }
+        return -1;
     }
 
 private:

@@ -66,6 +66,7 @@ public:
         wanted.clear(pages_.granule_lanes() * 4);
         if (tile_.rows > TILE || (split < last_split() && expands_late())) return;
         split < last_split() ? want((split + 1) * SPLIT, num_groups, wanted) : next.want(next.first_key() / GRANULE * GRANULE, num_groups, wanted);
+        if (!PS_AMX || pages_.format == F32) wanted.fetch_rest();  // products in vectors are slower than the memory anyway
     }
 
     // Writes what the rows see of one split's keys.
