@@ -100,6 +100,7 @@ export class ExchangeView {
 
   fail(message) {
     this.end("failed");
+    if (this.first === null) this.answers.replaceChildren();
     this.answers.append(make("p", { className: "error", role: "alert" }, message));
   }
 }

@@ -135,10 +135,11 @@ export class LiveView {
     const tiles = [
       ["Running", state.count("running")], ["Waiting", state.count("waiting")], ["Swapped out", state.count("swapped")],
       ["Tokens/s", compact.format(now.tokens)], ["Step", seconds(stepTime(now))],
-      ["Blocks free", `${whole.format(engine.num_free)} of ${whole.format(engine.num_blocks)}`], ["Prefix hits", hits],
+      ["Blocks free", whole.format(engine.num_free), `/ ${whole.format(engine.num_blocks)}`], ["Prefix hits", hits],
       ["Gave way", whole.format(engine.num_preempted)], ["Copies on write", whole.format(engine.num_copied_blocks)],
     ];
-    $("tiles").replaceChildren(...tiles.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
+    $("tiles").replaceChildren(...tiles.map(([name, value, part]) => make("div", {}, make("dt", {}, name),
+      make("dd", {}, make("span", {}, String(value)), ...(part ? [" ", make("span", { class: "whole" }, part)] : [])))));
   }
 
   #rows() {

@@ -104,8 +104,10 @@ export class Playground {
       if (error.name === "AbortError") {
         view.end("stopped");
         $("status").textContent = "Stopped.";
-      } else if (this.onRefused(error)) view.fail("Not sent: sign in, then try again.");
-      else view.fail(error.message);
+      } else {
+        view.fail(this.onRefused(error) ? "Not sent: sign in, then try again." : error.message);
+        $("status").textContent = "That failed.";
+      }
     } finally {
       this.running = null;
       this.#show(false);

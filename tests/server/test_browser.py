@@ -213,12 +213,29 @@ def test_stop_ends_the_request_in_the_engine(browser: Any, start):
 
 def test_a_refusal_is_told_in_the_servers_words(visit: Visit):
     page = visit.page
-    say(page, "Hello", max_tokens=100_000)
+    say(page, "Hello", max_tokens=100_000, n=2)
     page.wait_for_selector(".exchange .error")
     assert "max_tokens" in page.inner_text(".exchange .error")
+    assert page.locator(".answer").count() == 0, "nothing came, and empty answers would say that something had"
+    assert page.inner_text("#status") == "That failed."
     # The browser itself reports every 400 on its console.
     assert all("400" in complaint for complaint in visit.complaints)
     visit.complaints.clear()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_live_views_address_shows_the_head_of_the_page_and_no_figure_over_another(browser: Any, live: Live, width: int):
+    visit = Visit(browser, live.url, viewport={"width": width, "height": 600})
+    page = visit.page
+    page.wait_for_selector("#model option", state="attached")
+    page.goto(live.url + "/#live")
+    page.wait_for_selector("#tiles dd")
+    page.wait_for_timeout(300)  # the browser scrolls to what an address names some time after it was shown
+    assert page.evaluate("() => scrollY") == 0
+    page.evaluate("() => document.querySelectorAll('#tiles dd span').forEach((value) => (value.textContent = '123,456'))")
+    too_wide = "() => [...document.querySelectorAll('#tiles dd')].filter((value) => value.scrollWidth > value.clientWidth).length"
+    assert page.evaluate(too_wide) == 0
+    page.close()
 
 
 def test_the_live_view_shows_the_blocks_as_the_metric_counts_them_and_who_was_swapped(visit: Visit, live: Live):
