@@ -131,12 +131,22 @@ def is_anthropic(scope: Scope) -> bool:
     return f"{own_path(scope)}/".startswith("/v1/messages/")
 
 
+def likely_route(request: Request) -> str:
+    """A hint for those whose client adds /v1 by itself, or leaves it to them; empty for any other path."""
+    rest = own_path(request.scope).strip("/")
+    while rest.startswith("v1/"):
+        rest = rest.removeprefix("v1/")
+    meant = f"/v1/{rest}"
+    is_route = meant != own_path(request.scope) and any(getattr(route, "path", "") == meant for route in request.app.routes)
+    return f"; did you mean {meant}?" if is_route else ""
+
+
 def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, EngineFault):
             log.error("%s %s failed: %s", request.method, request.url.path, error)
         if isinstance(error, HTTPException):  # of the router, whose words do not say what was asked for
-            detail = f"{error.detail}: {request.method} {request.url.path}"
+            detail = f"{error.detail}: {request.method} {request.url.path}{likely_route(request)}"
             error = HTTPException(error.status_code, detail, dict(error.headers or {}))
         return error_response(error, request.scope)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,19 @@ class SamplingParams:
     constraint: Constraint | None = None  # the whole answer belongs to this language, unless something else ends it first
 
     def __post_init__(self) -> None:
-        for name, stored in (
-            ("stop", as_strings(self.stop)),
-            ("bad_words", as_strings(self.bad_words)),
-            ("bad_word_ids", tuple(map(tuple, self.bad_word_ids))),
-            ("stop_token_ids", frozenset(self.stop_token_ids or ())),
-            ("logit_bias", as_bias(self.logit_bias)),
-            ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
-        ):
-            object.__setattr__(self, name, stored)
+        stored: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+            ("stop", as_strings),
+            ("bad_words", as_strings),
+            ("bad_word_ids", lambda words: tuple(map(tuple, words))),
+            ("stop_token_ids", lambda token_ids: frozenset(token_ids or ())),
+            ("logit_bias", as_bias),
+            ("allowed_token_ids", lambda token_ids: None if token_ids is None else tuple(token_ids)),
+        )
+        for name, make in stored:
+            try:
+                object.__setattr__(self, name, make(getattr(self, name)))
+            except TypeError:
+                raise InvalidRequest(f"{name} must be a list, not {getattr(self, name)!r}"[:200], param=name) from None
         in_range("n", self.n, 1, MAX_NUM_SEQUENCES, whole=True)
         if self.best_of is not None:
             in_range("best_of", self.best_of, 1, MAX_NUM_SEQUENCES, whole=True)

@@ -80,6 +80,14 @@ def test_what_can_not_be_served_is_refused_and_nothing_is_left(llm, arguments, n
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("value", [5, 0.5])
+def test_what_is_no_list_is_refused_by_name(name, value):
+    with pytest.raises(InvalidRequest, match=name) as refusal:
+        SamplingParams(**{name: value})
+    assert refusal.value.param == name
+
+
 def test_one_bad_prompt_refuses_all_and_leaves_nothing(llm):
     with pytest.raises(InvalidRequest):
         llm.generate(["good", ""], GREEDY, use_tqdm=False)

@@ -161,7 +161,7 @@ def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.headers["x-request-id"]
     assert len(response.content) < 4096
     body = response.json()
-    is_anthropic = "/v1/messages" in response.url.path
+    is_anthropic = response.url.path.startswith(("/v1/messages", "/llm/v1/messages"))
     assert set(body) == ({"error", "type"} if is_anthropic else {"error"})
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]

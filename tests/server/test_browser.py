@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -326,9 +327,18 @@ def test_nothing_serious_for_those_who_see_or_hear_it_otherwise(browser: Any, li
     if view == "live":
         page.click("[data-view=live]")
         page.wait_for_selector("#tiles dd")
+        clicked = Event()
+
+        def keep_asking() -> None:  # one answer may be over before the browser has clicked
+            while not clicked.is_set():
+                live.complete(prompt="a long one", max_tokens=200, ignore_eos=True)
+
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(live.complete, prompt="a long one", max_tokens=200, ignore_eos=True)
-            page.click("#requests button >> nth=0")
+            running = pool.submit(keep_asking)
+            try:
+                page.click("#requests button >> nth=0")
+            finally:
+                clicked.set()
             running.result()
         page.wait_for_selector("#detail:not([hidden])")
     else:

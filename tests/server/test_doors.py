@@ -104,6 +104,22 @@ def test_every_route_but_the_public_ones_needs_a_key(start, root_path):
     assert described.get("servers", [{"url": ""}]) == [{"url": root_path}]
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "; did you mean /v1/messages?"),
+        ("/v1/embeddings/", "; did you mean /v1/embeddings?"),
+        ("/nothing", ""),
+        ("/v1/nothing", ""),
+        ("/v1", ""),
+    ],
+)
+def test_a_base_address_with_v1_too_often_or_not_at_all_is_told_so(live: Live, path, hint):
+    error = refusal_of(live.client.post(path, json={}), 404)
+    assert error["message"] == f"Not Found: POST {path}{hint}"
+
+
 def test_keys_come_from_a_file_too(tmp_path: Path):
     path = tmp_path / "keys"
     path.write_text("# ours\n one \n\ntwo\n")
