@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Sequence
 
@@ -15,7 +16,16 @@ from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, plain
 from pagestream.engine.models.cpu_linear import held
 from pagestream.engine.models.progress import shown
-from pagestream.kernels.cpu.ops import PAGE_FORMATS, CpuOps, DecoderLayer, DecoderOp, DecoderSizes, GgufBlocks, PackedLinear
+from pagestream.kernels.cpu.ops import (
+    PAGE_FORMATS,
+    CPages,
+    CpuOps,
+    DecoderLayer,
+    DecoderOp,
+    DecoderSizes,
+    GgufBlocks,
+    PackedLinear,
+)
 
 
 class CpuDecoder:
@@ -76,11 +86,14 @@ class CpuDecoder:
         self.head = make(weights.head)
         embedding = None if tied else held(plain(weights.embedding))
         self.op = DecoderOp(ops, sizes(spec), layers, spec.rotary.inv_freq, weights.final_norm, self.head, embedding)
+        self._pages: tuple[Sequence[LayerCache], ctypes.Array[CPages]] | None = None  # of the cache that was used last
         num_bytes = sum(linear.num_bytes for linear in packed) + (0 if embedding is None else embedding.nbytes)
         self.shape = dataclasses.replace(shape, weight_bytes=num_bytes)
 
     def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
-        return self.op(input_ids, [layer.k for layer in cache], [layer.v for layer in cache], paged_batch(metadata))
+        if self._pages is None or self._pages[0] is not cache:
+            self._pages = cache, self.op.pages([layer.k for layer in cache], [layer.v for layer in cache])
+        return self.op(input_ids, self._pages[1], paged_batch(metadata))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 from torch import Tensor
@@ -28,19 +28,19 @@ class Batch:
 def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
     """Flatten the scheduled sequences in their order.  The plan must have at least one."""
     scheduled = plan.scheduled
-    lengths = np.fromiter((len(row.token_ids) for row in scheduled), np.int64, len(scheduled))
-    starts = np.fromiter((row.start for row in scheduled), np.int64, len(scheduled))
-    query_start = np.zeros(len(scheduled) + 1, np.int64)
-    np.cumsum(lengths, out=query_start[1:])
-    num_tokens = int(query_start[-1])
-    row_of_token = np.repeat(np.arange(len(scheduled)), lengths)
-    positions = np.arange(num_tokens) - query_start[row_of_token] + starts[row_of_token]
-    tables = np.zeros((len(scheduled), max(len(row.block_table) for row in scheduled)), np.int32)
-    for index, row in enumerate(scheduled):
-        tables[index, : len(row.block_table)] = row.block_table
+    num_new = [len(row.token_ids) for row in scheduled]
+    starts = [row.start for row in scheduled]
+    width = max(len(row.block_table) for row in scheduled)
+    tables = np.array([row.block_table + (0,) * (width - len(row.block_table)) for row in scheduled], np.int32)
+    input_ids = np.fromiter(chain.from_iterable(row.token_ids for row in scheduled), np.int64, sum(num_new))
+    query_start = np.array([0, *accumulate(num_new)], np.int64)
+    if len(input_ids) == len(scheduled):
+        row_of_token, positions = np.arange(len(scheduled)), np.array(starts)
+    else:
+        row_of_token = np.repeat(np.arange(len(scheduled)), num_new)
+        positions = np.arange(len(input_ids)) + (np.array(starts) - query_start[:-1])[row_of_token]
     slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    input_ids = np.fromiter(chain.from_iterable(row.token_ids for row in scheduled), np.int64, num_tokens)
-    seq_lens = starts + lengths
+    seq_lens = [start + count for start, count in zip(starts, num_new, strict=True)]
 
     sampling = [index for index, row in enumerate(scheduled) if row.samples]
     ids, where, slot_mapping, sampled_rows, query_starts, lens, block_tables = link.upload([
@@ -49,7 +49,7 @@ def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
         slots,
         query_start[1:][sampling] - 1,
         query_start.astype(np.int32),
-        seq_lens.astype(np.int32),
+        np.array(seq_lens, np.int32),
         tables,
     ])
     return Batch(
@@ -60,15 +60,15 @@ def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
             query_start=query_starts,
             seq_lens=lens,
             block_tables=block_tables,
-            max_query_len=int(lengths.max()),
-            max_seq_len=int(seq_lens.max()),
+            max_query_len=max(num_new),
+            max_seq_len=max(seq_lens),
         ),
         sampling=tuple(scheduled[index] for index in sampling),
         sampling_rows=sampled_rows,
         scored=tuple((row, int(query_start[index])) for index, row in enumerate(scheduled) if row.scored_token_ids),
         pooled=tuple(
-            (row.seq_id, slice(end - row.num_pooled, end))
-            for row, end in zip(scheduled, query_start[1:].tolist(), strict=True)
+            (row.seq_id, slice(int(query_start[index + 1]) - row.num_pooled, int(query_start[index + 1])))
+            for index, row in enumerate(scheduled)
             if row.num_pooled
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,9 @@ class ModelRunner:
         if not batch.sampling:
             timer.stop()
             return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled, forward_s=timer.seconds())
-        drawn = self._draw(hidden[batch.sampling_rows], batch.sampling, timer)
+        if len(batch.sampling) < len(hidden):
+            hidden = hidden[batch.sampling_rows]
+        drawn = self._draw(hidden, batch.sampling, timer)
         failed = drawn.failed | sums.failed
         return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
 
@@ -84,8 +87,8 @@ class ModelRunner:
             if self._sampler.are_greedy(rows):
                 token_ids, scores = self._best_tokens(hidden)
                 timer.stop()
-                not_finite = (~scores.isfinite()).nonzero().flatten()
-                return Drawn.of_plain_rows(choose_best(Best(token_ids.tolist(), not_finite.tolist()), rows))
+                not_finite = [index for index, score in enumerate(scores.tolist()) if not math.isfinite(score)]
+                return Drawn.of_plain_rows(choose_best(Best(token_ids.tolist(), not_finite), rows))
         logits = self._model.logits(hidden)
         timer.stop()
         if self._injector is not None:

@@ -27,7 +27,10 @@ class LogitsProcessor(Protocol):
         """
 
     def concerns(self, seq_id: int) -> bool:
-        """Whether `apply` could change that sequence's row now; False for one that is unknown."""
+        """Whether `apply` could change that sequence's row now; False for one that is unknown.
+
+        What does not concern a sequence at its admission never will, and is not told its tokens.
+        """
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """The sequence goes on with these output tokens."""

@@ -44,6 +44,7 @@ class Drawn:
 class SamplingState:
     params: SamplingParams
     num_known: int  # tokens that the processors have seen: prompt and output up to here
+    processors: list[LogitsProcessor] = field(default_factory=list)  # those that the sequence concerns
     fault: str | None = None  # a processor failed on this sequence, so what the processors know of it can't be relied on
 
 
@@ -80,6 +81,8 @@ class Sampler:
         try:
             for processor in self._processors:
                 processor.admit(admitted)
+                if processor.concerns(admitted.seq_id):
+                    state.processors.append(processor)
         except Exception as error:
             note_fault(state, admitted.seq_id, error)
 
@@ -92,7 +95,7 @@ class Sampler:
         if new:
             state.num_known += len(new)
             try:
-                for processor in self._processors:
+                for processor in state.processors:
                     processor.observe(seq_id, new)
             except Exception as error:
                 note_fault(state, seq_id, error)
@@ -124,7 +127,7 @@ class Sampler:
         state = self._states[seq_id]
         if state.fault is not None or state.params.use_beam_search or wants_logprobs(state.params):
             return False
-        return not any(processor.concerns(seq_id) for processor in self._processors)
+        return not any(processor.concerns(seq_id) for processor in state.processors)
 
     def sample(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Drawn:
         """Draw every sample of every row; observes the rows' tokens first.

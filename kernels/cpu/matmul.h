@@ -43,7 +43,7 @@ public:
         if (few_) return few_->multiply(panels, [&](long panel, float* y) { finish(rows_.first, rows_.last - rows_.first, panel, y); });
         long configured = 0;
 #endif
-        const bool keep = rows_.last - rows_.first > ROW_BLOCK;
+        [[maybe_unused]] const bool keep = rows_.last - rows_.first > ROW_BLOCK;
         alignas(64) float y[ROW_BLOCK * PANEL];
         for (long panel = panels.first; panel < panels.last; ++panel) {
             const uint32_t* dense = scratch_ ? scratch_ : reinterpret_cast<const uint32_t*>(w_.block(panel, 0));

@@ -210,16 +210,21 @@ class DecoderOp:
         self.num_layers = len(layers)
         _free_with(self, ops.library.ps_decoder_free, self.handle)
 
-    def __call__(self, token_ids: Tensor, k_pages: Sequence[Tensor], v_pages: Sequence[Tensor], batch: PagedBatch) -> Tensor:
+    def pages(self, k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> ctypes.Array[CPages]:
+        """The cache as a call takes it: pages of every layer, as supports_pages has them, which must outlive it."""
+        if len(k_pages) != self.num_layers or len(v_pages) != self.num_layers:
+            raise ValueError("pages of every layer are needed")
+        return (CPages * self.num_layers)(*(_pages(k, v, self.sizes.num_kv_heads) for k, v in zip(k_pages, v_pages, strict=True)))
+
+    def __call__(self, token_ids: Tensor, pages: ctypes.Array[CPages], batch: PagedBatch) -> Tensor:
         """Compute the batch's tokens and write their K and V.
 
-        Shapes:  token_ids [T] int64; pages, one per layer, as supports_pages has them; returns [T, hidden] float32.
+        Shapes:  token_ids [T] int64; returns [T, hidden] float32.
         Raises:  ValueError if the batch names a token, slot or block that does not exist; nothing has changed then.
         """
         token_ids = _plain(token_ids, torch.int64)
-        if len(k_pages) != self.num_layers or len(v_pages) != self.num_layers or token_ids.numel() != batch.positions.numel():
-            raise ValueError("pages of every layer and a position for every token are needed")
-        pages = (CPages * self.num_layers)(*(_pages(k, v, self.sizes.num_kv_heads) for k, v in zip(k_pages, v_pages, strict=True)))
+        if token_ids.numel() != batch.positions.numel():
+            raise ValueError("a position for every token is needed")
         c_batch, kept = batch.pointers()
         out = torch.empty(token_ids.numel(), self.sizes.hidden_size)
         failed = self.ops.library.ps_decoder_forward(
@@ -374,7 +379,7 @@ def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype=dtype).contiguous()
+    return tensor if tensor.dtype is dtype and tensor.is_contiguous() else tensor.to(dtype=dtype).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:

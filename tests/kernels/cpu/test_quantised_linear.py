@@ -55,7 +55,7 @@ def test_embedding_looked_up_in_a_quantised_head_is_the_dequantised_row(ops, kin
     )
     rows = weight.to(torch.bfloat16).double()[tokens]
     expected = rows / rows.pow(2).mean(-1, keepdim=True).sqrt()
-    torch.testing.assert_close(op(tokens, [], [], batch).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(op(tokens, op.pages([], []), batch).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_misfits_are_refused():
