@@ -91,7 +91,8 @@ private:
 
     void work(int me) {
         using clock = std::chrono::steady_clock;
-        constexpr auto patience = std::chrono::microseconds(80);  // operators follow each other closely within a step
+        // Operators follow each other closely within a step; between steps whoever else wants the core may have it.
+        constexpr std::chrono::microseconds attention{80}, patience{2000};
         auto idle_since = clock::now();
         for (long polls = 0; !stopping_.load(std::memory_order_relaxed);) {
             uint64_t t = ticket_.load(std::memory_order_acquire);
@@ -108,7 +109,10 @@ private:
             }
             relax();
             if (polls++ == 0) idle_since = clock::now();
-            if (polls % 32 || clock::now() - idle_since < patience) continue;
+            if (polls % 32) continue;
+            const auto idle = clock::now() - idle_since;
+            if (idle > attention) std::this_thread::yield();
+            if (idle < patience) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             sleeping_.store(true);  // before the last look: whoever publishes work after it sees the flag
             if (!has_work() && !stopping_.load()) wake_.wait(lock);
