@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import math
@@ -50,7 +51,8 @@ def bind(host: str, port: int, slow_reader_timeout_s: float = 0.0) -> socket.soc
     except (OSError, OverflowError) as error:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise StartError(f"can't listen on {host}:{port}: {reason}") from None
+        hint = "; --port takes another" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+        raise StartError(f"can't listen on {host}:{port}: {reason}{hint}") from None
     return bound
 
 

@@ -72,9 +72,6 @@ class BlockPool:
     def find(self, prefix_hash: bytes) -> Block | None:
         return self._by_hash.get(prefix_hash)
 
-    def is_free(self, block: Block) -> bool:
-        return block.ref_count == 0
-
     def share(self, block: Block) -> None:
         """One more reference, also to a free block whose content is known."""
         if block.ref_count == 0:
