@@ -22,10 +22,15 @@ from typing import Any
 
 import pytest
 
+from tests.interpreter import accept_tensors_as_bounds
+
 HERE = Path(__file__).parent
 INTERPRETED, COMPILED = "interpreted", "compiled"
 REPORT_FD = "PAGESTREAM_KERNEL_REPORTS"  # where a child writes its reports; set in children only
 WORKERS = pytest.StashKey[dict[str, "Worker"]]()
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    accept_tensors_as_bounds()
 
 
 class Worker:
