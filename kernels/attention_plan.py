@@ -35,7 +35,8 @@ class AttentionConfig:
     rows: int = 16  # query tokens x heads per KV head
     num_warps: int = 4
     num_stages: int = 3
-    max_registers: int | None = None  # a thread; None: the compiler's choice, which may be to spill for one program more per SM
+    # A thread's.  None leaves it to the compiler, of which one version takes 250 where another spills to fit in 168.
+    max_registers: int | None = None
     programs_per_sm: int = 3
     long_tile: int = 64
     long_rows: int = 128
@@ -70,15 +71,12 @@ def choose_config(
     long_tile, long_rows, long_warps = _long_sizes(head_size, arch, quantised)
     if arch == 80:
         long_tile, long_rows, long_warps = _sm_80_exceptions(head_size, heads_per_kv, quantised, (long_tile, long_rows, long_warps))
-    is_nvidia = isinstance(arch, int)
-    # Three programs fit on an SM where the compiler finds 168 registers enough; elsewhere it would spill to get there.
-    is_lean = isinstance(arch, int) and arch >= 90 and heads_per_kv == 4 and head_size <= 128 and not quantised
     return AttentionConfig(
         short_query=1 << 30 if exact else 16, tile=tile, rows=rows, num_stages=num_stages,
-        max_registers=(255 if head_size > 128 else 240) if is_nvidia and not is_lean else None,
-        programs_per_sm=3 if is_lean else 2,
+        max_registers=(255 if head_size > 128 else 240) if isinstance(arch, int) else None,
+        programs_per_sm=2,
         long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps,
-        long_max_registers=255 if arch == 80 and head_size == 64 and not quantised and long_warps == 4 else None,
+        long_max_registers=_long_max_registers(head_size, arch, quantised, long_warps),
         long_programs_per_sm=2 if long_warps == 4 else 1,
     )  # fmt: skip
 
@@ -124,6 +122,13 @@ def _sm_80_exceptions(
     return {64: (64, 64, 8), 80: (32, 64, 4), 96: (16, 64, 8), 112: (16, 64, 4), 128: (32, 64, 8)}.get(head_size, sizes)
 
 
+def _long_max_registers(head_size: int, arch: int | str, quantised: bool, num_warps: int) -> int | None:
+    """Where some version's assembler would rather spill than take the registers that are there."""
+    if arch == 80 and head_size == 64 and not quantised and num_warps == 4:
+        return 255
+    return 240 if isinstance(arch, int) and arch >= 100 and quantised and num_warps == 8 else None
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The lists of one step and window; the kernels read the lengths from the tensors they were made from."""
@@ -148,7 +153,7 @@ class AttentionWorkspace:
     partials: Tensor  # [num_programs * own_slots * rows + num_slots * H, D + 4] float32
     arrivals: Tensor  # [num_slots, G, 2] int32: of leaves at their group, of groups at the query block
     tickets: Tensor  # [2] int32: of the kernel for short sequences, of the one for long sequences
-    num_programs: int  # of the kernel for short sequences: as many as the GPU holds at once
+    num_programs: int  # of the kernel for short sequences: about as many as the GPU holds at once; more find no work
     num_long_programs: int
     num_slots: int
     own_slots: int  # of each program: the leaves of a group, and all groups of the longest sequence

@@ -105,12 +105,11 @@ def _paged_attention_kernel(
     PER_KV: tl.constexpr = H // G
     BLOCK: tl.constexpr = M // PER_KV
     total = tl.load(count_ptr) * G
-    work = tl.program_id(0)
+    # The first item too: a program that the GPU has no room for yet must not keep one back.
+    work = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     while work < total:
-        # Drawn before the work, to hide its latency.  One ticket per item: whoever draws the last one resets the counter.
+        # Drawn before the work, to hide its latency.
         ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-        if ticket == total - 1:
-            tl.store(ticket_ptr, 0)
         head = work % G
         item_ptr = items_ptr + (work // G) * 4
         sequence = tl.load(item_ptr)
@@ -223,7 +222,10 @@ def _paged_attention_kernel(
         if finished:
             out_base = out_ptr + query_first.to(tl.int64) * (H * D)
             store_output(out_base, token * (H * D) + heads * D, live, den, a, b, D, A_SIZE, A_BLOCK, B_BLOCK, FORMAT)
-        work = tl.num_programs(0) + ticket
+        work = ticket
+    # Everybody draws one ticket that is no item's; whoever draws the last of them is the last to draw.
+    if work == total + tl.num_programs(0) - 1:
+        tl.store(ticket_ptr, 0)
 
 
 def paged_attention(

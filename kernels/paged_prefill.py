@@ -44,11 +44,10 @@ def _paged_prefill_kernel(
     HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     PER_KV: tl.constexpr = H // G
     total = tl.load(count_ptr) * G
-    work = tl.program_id(0)
+    # The first item too: a program that the GPU has no room for yet must not keep one back.
+    work = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     while work < total:
         ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-        if ticket == total - 1:
-            tl.store(ticket_ptr, 0)
         head = work % G
         sequence = tl.load(items_ptr + (work // G) * 4)
         query_block = tl.load(items_ptr + (work // G) * 4 + 1)
@@ -92,7 +91,10 @@ def _paged_prefill_kernel(
             )  # fmt: skip
         out_offsets = (query_first + token).to(tl.int64) * (H * D) + heads * D
         store_output(out_ptr, out_offsets, live, den, a, b, D, A_SIZE, A_BLOCK, B_BLOCK, FORMAT)
-        work = tl.num_programs(0) + ticket
+        work = ticket
+    # Everybody draws one ticket that is no item's; whoever draws the last of them is the last to draw.
+    if work == total + tl.num_programs(0) - 1:
+        tl.store(ticket_ptr, 0)
 
 
 def paged_prefill(
