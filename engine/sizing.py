@@ -75,6 +75,7 @@ def num_kv_blocks(
         return cache.num_kv_blocks
     per_block = bytes_per_block(shape, cache.block_size, dtype)
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading and the trial step have left in torch's own store is free, and would count as taken
         free, total = torch.cuda.mem_get_info(device)
         memory = int(total * cache.gpu_memory_utilization) - (total - free) - activation_bytes
     else:

@@ -169,6 +169,8 @@ def load_decoder(
     assert checkpoint.source is not None
     spec = decoder_spec(checkpoint.config, checkpoint.max_model_len)
     wants_blocks = checkpoint.bits is not None or checkpoint.quantization == "auto" and reads_blocks
+    if isinstance(checkpoint.source, DummySource) and not wants_blocks:
+        checkpoint.source.move_to(device)
     blocks = BlockReader(checkpoint.source, checkpoint.bits, quantise) if wants_blocks else None
     builder = WeightBuilder(
         checkpoint.source, spec, checkpoint.config, device=device, dtype=dtype, blocks=blocks, reads_blocks=reads_blocks

@@ -210,6 +210,10 @@ class DummySource:
         self.pool = torch.randn(self.POOL_SIZE, generator=generator) * float(config.get("initializer_range", 0.02))
         self.generator = generator
 
+    def move_to(self, device: torch.device) -> None:
+        """Make the tensors there from now on: the same numbers, but nothing of their size has to travel."""
+        self.pool = self.pool.to(device)
+
     def has(self, name: str) -> bool:
         if name == "lm_head.weight":
             return not self.layout.tied_head

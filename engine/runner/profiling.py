@@ -87,6 +87,8 @@ def measure_steps(runner: Executor, max_num_batched_tokens: int, block_size: int
 
 def measure_activations(model: CausalLM, num_tokens: int, num_rows: int, block_size: int, device: torch.device) -> int:
     """Bytes that a GPU step of so many tokens, so many of them sampled, needs besides weights and cache."""
+    from pagestream.engine.runner.warm_up import compile_side_by_side
+
     num_blocks = -(-num_tokens // block_size)
     cache = KVCache(
         model.shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=0, dtype=model.kv_dtype, device=device
@@ -103,6 +105,8 @@ def measure_activations(model: CausalLM, num_tokens: int, num_rows: int, block_s
         for number, start in enumerate(starts)
     )
     batch = build_batch(StepPlan(0, scheduled=rows), block_size, PinnedLink(device))
+    # What this step launches is compiled by many threads at once; launch by launch it would be compiled one after another.
+    compile_side_by_side(lambda: model.logits(model.forward(batch.input_ids, cache.layers, batch.metadata)[:num_rows]))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

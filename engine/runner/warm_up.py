@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import Admitted, BlockCopy, Sample, ScheduledSequence, StepPlan
@@ -21,11 +21,20 @@ def compile_kernels(
     executor: Executor, *, block_size: int, num_blocks: int, num_swap_blocks: int, max_num_seqs: int, max_num_tokens: int
 ) -> int:
     """Compile in threads what steps of all kinds would launch; nothing runs on the device.  Returns the number of kernels."""
+
+    def run_all_kinds() -> None:
+        for plan in step_kinds(block_size, num_blocks, num_swap_blocks, max_num_seqs, max_num_tokens):
+            executor.execute(plan)
+
+    return compile_side_by_side(run_all_kinds)
+
+
+def compile_side_by_side(work: Callable[[], object]) -> int:
+    """Compile in threads what `work` would launch, of which nothing is launched.  Returns the number of kernels."""
     from tqdm import tqdm
 
     with launches_noted() as launches:
-        for plan in step_kinds(block_size, num_blocks, num_swap_blocks, max_num_seqs, max_num_tokens):
-            executor.execute(plan)
+        work()
     with tqdm(desc="kernels", unit="kernel", total=len({launch.kind for launch in launches}), delay=PROGRESS_AFTER_S, disable=None, leave=False) as bar:
         return compile_noted(launches, min(MOST_THREADS, os.cpu_count() or 1), bar.update)
 
