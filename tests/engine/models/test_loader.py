@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.models.loader import LoadedDecoder, load_decoder, open_checkpoint
+from pagestream.engine.models.tensor_source import DummySource
 from tests.engine.models.oracle import CPU
 
 
@@ -168,6 +169,16 @@ def test_dummy_weights_come_from_the_config_alone_and_from_the_seed(tmp_path: Pa
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
     assert 0.3 < float(weights(1).std()) < 0.4
+
+
+def test_dummy_weights_are_made_on_the_device(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
+    checkpoint = open_checkpoint(ModelConfig(model=str(tmp_path), load_format="dummy"))
+    weights = load_decoder(checkpoint, device=torch.device("meta"), dtype=torch.bfloat16).weights
+    assert isinstance(checkpoint.source, DummySource)
+    shape = (checkpoint.config["vocab_size"], checkpoint.config["hidden_size"])
+    made = checkpoint.source.load("model.embed_tokens.weight", shape)
+    assert made.device == weights.layers[0].down.device == torch.device("meta")
 
 
 def test_a_model_of_the_family_loads_without_transformers(smollm2_path: Path) -> None:
