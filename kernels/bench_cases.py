@@ -14,7 +14,7 @@ import triton
 
 from pagestream.kernels.attention_plan import AttentionConfig, choose_config, make_plan, make_workspace
 from pagestream.kernels.copy_blocks import address_table, copy_blocks
-from pagestream.kernels.kv_format import allocate_pages, is_quantised, page_width
+from pagestream.kernels.kv_format import allocate_pages, head_size_of, is_quantised, page_width, scales_view
 from pagestream.kernels.paged_attention import paged_attention
 from pagestream.kernels.quant_matmul import pack, quant_matmul
 from pagestream.kernels.reshape_and_cache import reshape_and_cache, rotary_table
@@ -54,9 +54,12 @@ class AttentionShape:
 
 def attention_case(
     shape: AttentionShape, query_lens: list[int], seq_lens: list[int], *, device: str, arch: int | str, num_sms: int,
-    config: AttentionConfig | None = None, num_blocks: int | None = None,
+    config: AttentionConfig | None = None, num_blocks: int | None = None, max_seq_len: int | None = None,
 ) -> Case:  # fmt: skip
-    """One layer's attention of one step; sequences own the blocks of a pool in turn, and share some if it is small."""
+    """One layer's attention of one step; sequences own the blocks of a pool in turn, and share some if it is small.
+
+    max_seq_len: that of the workspace; None: the longest of seq_lens.
+    """
     config = config or choose_config(
         shape.size, shape.heads // shape.kv_heads, arch=arch, quantised=is_quantised(shape.cache_dtype)
     )
@@ -65,6 +68,8 @@ def attention_case(
     pages = [
         allocate_pages(num_blocks, shape.kv_heads, shape.block_size, shape.size, shape.cache_dtype, device) for _ in range(2)
     ]
+    for page in pages:
+        fill(page)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
     tables = torch.zeros(len(seq_lens), max(widths), dtype=torch.int32)
     first = 0
@@ -73,7 +78,7 @@ def attention_case(
         first += width
     q = torch.randn(sum(query_lens), shape.heads, shape.size, dtype=shape.dtype, device=device)
     workspace = make_workspace(
-        shape.heads, shape.kv_heads, shape.size, config, device, max_seq_len=max(seq_lens), num_sms=num_sms,
+        shape.heads, shape.kv_heads, shape.size, config, device, max_seq_len=max_seq_len or max(seq_lens), num_sms=num_sms,
         num_slots=None if device != "cpu" else 64,
     )  # fmt: skip
     plan = make_plan(
@@ -92,6 +97,15 @@ def attention_case(
         shape.name, run, num_bytes=2 * sum(seq_lens) * shape.kv_heads * element + 4 * q.numel(),
         num_flops=4 * shape.heads * shape.size * visible,
     )  # fmt: skip
+
+
+def fill(page: torch.Tensor) -> None:
+    """Random numbers: what is all zeros is multiplied faster."""
+    if is_quantised(page.dtype):
+        page.view(torch.uint8).random_()
+        scales_view(page)[..., page.shape[2] * head_size_of(page) // 4 :] = 0.01
+    else:
+        page.normal_()
 
 
 def elementwise_cases(num_tokens: int, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Case]:

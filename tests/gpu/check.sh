@@ -1,13 +1,15 @@
 #!/bin/sh
 # Checks and measures everything on the GPU of this machine, in eight minutes at most; without one it says so and succeeds.
 #   tests/gpu/check.sh [folder for the figures, default $OUT or .]        CHECK_DRY=1: tiny sizes in the interpreter instead
-# Writes check.json there.  Needs torch, triton, transformers and pytest only, and nothing installed of pagestream itself.
+# Leaves kernels-*.json, check.json and the logs there.  Needs torch, triton, transformers and pytest, and nothing of pagestream
+# installed.  Every part has a time of its own and goes on after another's failure: the figures of a run are not to be had twice.
 set -eu
 cd "$(dirname "$0")/../.."
 out="${1:-${OUT:-.}}"
 mkdir -p "$out" build/typing
+out="$(cd "$out" && pwd)"
 ln -sfn ../.. build/typing/pagestream
-PYTHONPATH="$PWD/build/typing${PYTHONPATH:+:$PYTHONPATH}"
+PYTHONPATH="$PWD/build/typing:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 TRITON_DEFAULT_FP_FUSION="${TRITON_DEFAULT_FP_FUSION:-1}"
 export PYTHONPATH TRITON_DEFAULT_FP_FUSION
 python="${PYTHON:-python3}"
@@ -20,7 +22,47 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     exit 0
 fi
 "$python" -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'
-# Numbers first: a fast wrong kernel is worth nothing.  Each part has its share of the time, so that the last one is reached.
-timeout 150 "$python" -m pytest tests/gpu -q -p no:cacheprovider --noconftest -o addopts=--import-mode=importlib
-timeout 170 "$python" -m pagestream.kernels.bench --json "$out/kernels.json" ${CHECK_QUICK:+--quick} || echo "kernels.bench did not finish"
-timeout 155 "$python" tests/gpu/end_to_end.py --json "$out/check.json" --kernels "$out/kernels.json"
+status=0
+rm -f "$out"/kernels-*.json "$out/check.json"
+
+# Numbers first: a fast wrong kernel is worth nothing.  Most of it is compiling, so many processes share the tests.
+echo "== numbers"
+count="$(nproc)"
+if [ "$count" -gt 12 ]; then count=12; fi
+index=0
+pids=""
+while [ "$index" -lt "$count" ]; do
+    CHECK_SHARD="$index/$count" OMP_NUM_THREADS=2 timeout -k 5 140 "$python" -m pytest tests/gpu/test_kernels.py -q -p tests.gpu.shard \
+        -p no:cacheprovider --noconftest -o addopts=--import-mode=importlib >"$out/tests-$index.log" 2>&1 &
+    pids="$pids $!"
+    index=$((index + 1))
+done
+index=0
+for pid in $pids; do
+    if ! wait "$pid"; then
+        status=1
+        echo "tests-$index.log:"
+        grep -E '^(FAILED|ERROR|E  )' "$out/tests-$index.log" | head -20 || true
+    fi
+    tail -1 "$out/tests-$index.log"
+    index=$((index + 1))
+done
+
+run() {  # name, seconds, command...
+    echo "== $1"
+    name="$1" limit="$2"
+    shift 2
+    timeout -k 5 "$limit" "$@" || { status=1; echo "$name did not finish well"; }
+}
+for part in decode prefill; do
+    run "$part" 60 "$python" -m pagestream.kernels.bench --part "$part" --json "$out/kernels-$part.json" ${CHECK_QUICK:+--quick}
+done
+# With a cache of its own, for the start's time includes the compiling.
+run "8B" 120 env TRITON_CACHE_DIR="$out/triton-cache" "$python" tests/gpu/end_to_end.py --json "$out/check.json"
+rm -rf "$out/triton-cache"
+for part in variants other; do
+    run "$part" 45 "$python" -m pagestream.kernels.bench --part "$part" --json "$out/kernels-$part.json" ${CHECK_QUICK:+--quick}
+done
+echo "== goals"
+"$python" tests/gpu/goals.py "$out" || status=1
+exit "$status"
