@@ -1,7 +1,7 @@
 """Times of every kernel on the GPU of this machine, as shares of the floor; kernels.bench prints them.
 
-A case is captured as a CUDA graph, with the second-level cache emptied between runs.  The floor is bytes over the read rate that the
-same run measures, or FLOPs over its matrix rate.  Data is random: on zeros the matrix units run a tenth faster.
+A case is captured as a CUDA graph, with the second-level cache emptied between runs.  The floor is bytes over the read rate that
+the same run measures, or FLOPs over its matrix rate.  Data is random: on zeros the matrix units run a tenth faster.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Cases:
         self.pages = [
             dtype for dtype in PAGES if dtype != torch.float8_e4m3fn or isinstance(arch, str) or arch >= FIRST_WITH_FP8
         ]
-        self.batches, self.contexts = (BATCHES[::4], CONTEXTS[::3]) if is_quick else (BATCHES, CONTEXTS)
+        self.batches: tuple[int, ...] = BATCHES[::4] if is_quick else BATCHES
+        self.contexts: tuple[int, ...] = CONTEXTS[::3] if is_quick else CONTEXTS
 
     @classmethod
     def here(cls, *, is_quick: bool) -> Cases:
@@ -119,8 +120,8 @@ class Cases:
         return {"decode": self.decode, "prefill": self.prefill, "other": self.other, "variants": self.variants}[part]()
 
     def attention(
-        self, pages: torch.dtype, query_lens: list[int], seq_lens: list[int], *, is_first: bool, changes: dict[str, Any] | None = None,
-        **facts: Any,
+        self, pages: torch.dtype, query_lens: list[int], seq_lens: list[int], *,
+        is_first: bool, changes: dict[str, Any] | None = None, **facts: Any,
     ) -> Timing:  # fmt: skip
         shape = AttentionShape(cache_dtype=pages)
         config = choose_config(shape.size, shape.heads // shape.kv_heads, arch=self.arch, quantised=is_quantised(pages))
@@ -144,14 +145,15 @@ class Cases:
                             kind="decode", batch=batch, context=context,
                         )  # fmt: skip
             yield self.attention(
-                pages, [1] * 64, [131072] + [1024] * 63, is_first=False, kind="ragged decode", batch="1 and 63", context="131072 and 1024"
+                pages, [1] * 64, [131072] + [1024] * 63, is_first=False, kind="ragged decode", lengths="1 x 131072 and 63 x 1024"
             )
 
     def prefill(self) -> Iterator[Timing]:
         for query_len in (2, 4, 8):
             yield self.attention(
-                torch.bfloat16, [query_len] * 16, [8192] * 16, is_first=True, kind="verify", queries=query_len, batch=16, context=8192
-            )
+                torch.bfloat16, [query_len] * 16, [8192] * 16, is_first=query_len == 2,
+                kind="verify", queries=query_len, batch=16, context=8192,
+            )  # fmt: skip
         for pages in self.pages:
             for query_len, context in ((512, 512), (2048, 2048), (4096, 4096), (16384, 16384), (512, 32768), (2048, 32768)):
                 yield self.attention(
@@ -160,10 +162,10 @@ class Cases:
 
     def variants(self) -> Iterator[Timing]:
         for pages in self.pages[:2]:
-            for batch, context in ((64, 4096), (4, 32768), (4, 2048)):
+            for batch, context in ((4, 2048), (64, 4096), (4, 32768)):
                 for name, changes in VARIANTS.items():
                     yield self.attention(
-                        pages, [1] * batch, [context] * batch, is_first=batch == 64, changes=changes,
+                        pages, [1] * batch, [context] * batch, is_first=context == 2048, changes=changes,
                         kind="variant", batch=batch, context=context, config=name,
                     )  # fmt: skip
 
@@ -182,7 +184,7 @@ class Cases:
             for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
                 for num_rows in (1, 16):
                     facts = {"kind": f"int{bits} linear", "group": group, "rows": num_rows, "outputs": outputs, "inputs": inputs}
-                    sizes = {"bits": bits, "group": group, "num_outputs": outputs, "num_inputs": inputs}
+                    sizes: dict[str, Any] = {"bits": bits, "group": group, "num_outputs": outputs, "num_inputs": inputs}
                     yield Timing(facts, partial(quant_matmul_case, num_rows, device, **sizes), is_first=num_rows == 1)
 
 

@@ -35,7 +35,7 @@ LLAMA_8B: dict[str, Any] = {
 }  # fmt: skip
 TINY = LLAMA_8B | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "vocab_size": 320, "max_position_embeddings": 512, "torch_dtype": "float32",
+    "vocab_size": 1000, "max_position_embeddings": 512, "torch_dtype": "float32",  # the tokenizer knows fewer, as above
 }  # fmt: skip
 
 
@@ -75,9 +75,10 @@ class StepCost:
     @classmethod
     def of(cls, config: dict[str, Any], element_bytes: int) -> StepCost:
         kv_size = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
-        layer = 2 * config["hidden_size"] * (config["hidden_size"] + kv_size) + 3 * config["hidden_size"] * config["intermediate_size"]
+        hidden_size = config["hidden_size"]
+        layer = 2 * hidden_size * (hidden_size + kv_size) + 3 * hidden_size * config["intermediate_size"]
         # Of an embedding's rows a step reads as many as it has tokens; the head it reads whole.
-        weights = config["num_hidden_layers"] * layer + config["vocab_size"] * config["hidden_size"]
+        weights = config["num_hidden_layers"] * layer + config["vocab_size"] * hidden_size
         return cls(element_bytes * weights, element_bytes * 2 * config["num_hidden_layers"] * kv_size)
 
 

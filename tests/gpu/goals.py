@@ -51,8 +51,8 @@ def cliffs(cells: dict[tuple[int, int], Row]) -> Iterable[tuple[float, str]]:
     batches, contexts = (sorted({cell[axis] for cell in large}) for axis in (0, 1))
     for cell, share in large.items():
         for other, other_share in large.items():
-            steps = abs(batches.index(cell[0]) - batches.index(other[0])) + abs(contexts.index(cell[1]) - contexts.index(other[1]))
-            if steps == 1 or cell[0] * cell[1] == other[0] * other[1]:
+            batch_steps = abs(batches.index(cell[0]) - batches.index(other[0]))
+            if batch_steps + abs(contexts.index(cell[1]) - contexts.index(other[1])) == 1 or cell[0] * cell[1] == other[0] * other[1]:
                 yield other_share / share, f"{cell[0]} x {cell[1]} beside {other[0]} x {other[1]}"
 
 
@@ -60,12 +60,13 @@ def judge_decode(rows: Sequence[Row]) -> Iterable[Verdict]:
     plain = decode_cells(rows, "bfloat16")
     named = {cell: f"{cell[0]} x {cell[1]}" for cell in plain}
     yield worst(
-        "decode: >= 85 % of the read rate from 64 MB a layer", 
+        "decode: >= 85 % of the read rate from 64 MB a layer",
         ((100 * row["share_of_floor"], named[cell]) for cell, row in plain.items() if is_large(cell)), 85, " %", is_floor=True,
     )  # fmt: skip
     yield worst(
-        "decode: at most 5 us over the floor below", 
-        ((1e6 * row["over_floor_seconds"], named[cell]) for cell, row in plain.items() if not is_large(cell)), 5, " us", is_floor=False,
+        "decode: at most 5 us over the floor below",
+        ((1e6 * row["over_floor_seconds"], named[cell]) for cell, row in plain.items() if not is_large(cell)),
+        5, " us", is_floor=False,
     )  # fmt: skip
     yield worst("decode: no cell > 1.25 times off its neighbours", cliffs(plain), 1.25, is_floor=False)
     for pages in ("float8_e4m3fn", "int8"):
@@ -115,7 +116,8 @@ def judge_engine(figures: Row) -> Iterable[Verdict]:
         text = f"{row['decode_tokens_per_s']:.0f} tok/s, {row['share_of_floor']:.1%} of the floor" if row else "not measured"
         yield Verdict(f"8B decode, batch {batch} at 1k: measured", text, True if row else None)
     late = figures.get("compiled_after_start")
-    yield Verdict("no kernel compiled after the start", "not measured" if late is None else str(late), None if late is None else late == 0)
+    counted = ("not measured", None) if late is None else (str(late), late == 0)
+    yield Verdict("no kernel compiled after the start", *counted)
 
 
 def judge(rows: Sequence[Row], figures: Row) -> list[Verdict]:

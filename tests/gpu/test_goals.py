@@ -85,7 +85,8 @@ def test_the_engine_is_judged_by_its_own_loads():
 
 
 def test_what_a_part_left_behind_is_judged_without_the_others(tmp_path, capsys):
-    (tmp_path / "kernels-decode.json").write_text(json.dumps([*good_rows(), {"kind": "decode", "name": "broken", "error": "no memory"}]))
+    broken = {"kind": "decode", "name": "broken", "error": "no memory"}
+    (tmp_path / "kernels-decode.json").write_text(json.dumps([*good_rows(), broken]))
     assert main(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "FAILED   broken: no memory" in printed
