@@ -51,8 +51,10 @@ def cliffs(cells: dict[tuple[int, int], Row]) -> Iterable[tuple[float, str]]:
     batches, contexts = (sorted({cell[axis] for cell in large}) for axis in (0, 1))
     for cell, share in large.items():
         for other, other_share in large.items():
-            batch_steps = abs(batches.index(cell[0]) - batches.index(other[0]))
-            if batch_steps + abs(contexts.index(cell[1]) - contexts.index(other[1])) == 1 or cell[0] * cell[1] == other[0] * other[1]:
+            steps = abs(batches.index(cell[0]) - batches.index(other[0]))
+            steps += abs(contexts.index(cell[1]) - contexts.index(other[1]))
+            has_as_many_bytes = cell[0] * cell[1] == other[0] * other[1]
+            if steps == 1 or has_as_many_bytes:
                 yield other_share / share, f"{cell[0]} x {cell[1]} beside {other[0]} x {other[1]}"
 
 
