@@ -1,7 +1,7 @@
 #!/bin/sh
 # Checks and measures everything on the GPU of this machine, in eight minutes at most; without one it says so and succeeds.
 #   tests/gpu/check.sh [folder for the figures, default $OUT or .]        CHECK_DRY=1: tiny sizes in the interpreter instead
-# Leaves kernels-*.json, check.json and the logs there.  Needs torch, triton, transformers and pytest, and nothing of pagestream
+# Leaves kernels-*.json, check.json and tests.log there.  Needs torch, triton, transformers and pytest, and nothing of pagestream
 # installed.  Every part has a time of its own and goes on after another's failure: the figures of a run are not to be had twice.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -24,6 +24,8 @@ fi
 "$python" -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'
 status=0
 rm -f "$out"/kernels-*.json "$out/check.json"
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
 
 # Numbers first: a fast wrong kernel is worth nothing.  Most of it is compiling, so many processes share the tests.
 echo "== numbers"
@@ -33,7 +35,7 @@ index=0
 pids=""
 while [ "$index" -lt "$count" ]; do
     CHECK_SHARD="$index/$count" OMP_NUM_THREADS=2 timeout -k 5 140 "$python" -m pytest tests/gpu/test_kernels.py -q -p tests.gpu.shard \
-        -p no:cacheprovider --noconftest -o addopts=--import-mode=importlib >"$out/tests-$index.log" 2>&1 &
+        -p no:cacheprovider --noconftest -o addopts=--import-mode=importlib >"$scratch/tests-$index.log" 2>&1 &
     pids="$pids $!"
     index=$((index + 1))
 done
@@ -41,12 +43,12 @@ index=0
 for pid in $pids; do
     if ! wait "$pid"; then
         status=1
-        echo "tests-$index.log:"
-        grep -E '^(FAILED|ERROR|E  )' "$out/tests-$index.log" | head -20 || true
+        grep -E '^(FAILED|ERROR|E  )' "$scratch/tests-$index.log" | head -20 || true
     fi
-    tail -1 "$out/tests-$index.log"
+    tail -1 "$scratch/tests-$index.log"
     index=$((index + 1))
 done
+cat "$scratch"/tests-*.log >"$out/tests.log"
 
 run() {  # name, seconds, command...
     echo "== $1"
@@ -58,8 +60,7 @@ for part in decode prefill; do
     run "$part" 60 "$python" -m pagestream.kernels.bench --part "$part" --json "$out/kernels-$part.json" ${CHECK_QUICK:+--quick}
 done
 # With a cache of its own, for the start's time includes the compiling.
-run "8B" 120 env TRITON_CACHE_DIR="$out/triton-cache" "$python" tests/gpu/end_to_end.py --json "$out/check.json"
-rm -rf "$out/triton-cache"
+run "8B" 120 env TRITON_CACHE_DIR="$scratch/triton" "$python" tests/gpu/end_to_end.py --json "$out/check.json"
 for part in variants other; do
     run "$part" 45 "$python" -m pagestream.kernels.bench --part "$part" --json "$out/kernels-$part.json" ${CHECK_QUICK:+--quick}
 done

@@ -34,6 +34,7 @@ def test_every_part_runs_once_and_the_goals_come_last(tmp_path):
     assert sum("end_to_end.py" in line for line in commands) == 1
     assert commands[-1].startswith("tests/gpu/goals.py")
     assert 1 <= sum("tests/gpu/test_kernels.py" in line for line in commands) <= 12
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["tests.log"]  # the stand-in writes no figures
 
 
 @pytest.mark.parametrize("broken", ["test_kernels.py", "--part decode", "end_to_end.py", "goals.py"])
