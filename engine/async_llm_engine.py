@@ -36,7 +36,9 @@ DEADLINE_GRACE_S = 0.25  # what a step in progress may still take at a deadline,
 class AsyncLLMEngine:
     """Everything here runs on the event loop's thread but the steps and the tokenizing, which have threads of their own.
 
-    The loop task awaits each step before it touches the engine again, so the engine's state needs no lock.
+    The loop task awaits the step thread before it touches the engine again, so the engine's state needs no lock.  That thread
+    goes on with the next step as long as nobody wants anything in between: the way there and back, past all that the event loop
+    has to send after a step, takes a tenth of a small model's step.
     """
 
     def __init__(self, built: BuiltEngine):
@@ -59,6 +61,7 @@ class AsyncLLMEngine:
         self._progress_s: float | None = None  # when work came to an idle engine, or its last step ended; None: no work
         self._live = LiveView(built.engine)
         self._is_stopped = threading.Event()
+        self._is_one_ahead = False  # the step thread has gone on before the last outputs reached their streams
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, listener: EngineListener | None = None) -> AsyncLLMEngine:
@@ -316,15 +319,32 @@ class AsyncLLMEngine:
                     continue
                 self._progress_s = self._progress_s or time.monotonic()
                 self._admission.work_came()
-                outputs = await loop.run_in_executor(self._step_thread, self._engine.step)
-                self._progress_s = time.monotonic()
-                self._distribute(outputs)
+                self._step_done(await loop.run_in_executor(self._step_thread, self._steps, loop))
                 self._live.between_steps()
         except asyncio.CancelledError:
             raise
         except Exception as error:
             logger.exception("the step loop has ended")
             self._die(error if isinstance(error, EngineDead) else EngineDead(f"the engine failed: {error}"))
+
+    def _steps(self, loop: asyncio.AbstractEventLoop) -> list[RequestOutput]:
+        """On the step thread: steps until somebody waits for their end.  Hands over the outputs of all and returns the last ones.
+
+        A loop that is behind is waited for, so that no more than one step's outputs are ever on their way.
+        """
+        while True:
+            outputs = self._engine.step()
+            is_awaited = self._added or self._aborted or self._expired or self._live.is_asked or self._is_stopped.is_set()
+            if is_awaited or self._is_one_ahead or not self._engine.has_unfinished_requests():
+                return outputs
+            self._is_one_ahead = True
+            loop.call_soon_threadsafe(self._step_done, outputs)
+
+    def _step_done(self, outputs: list[RequestOutput]) -> None:
+        self._is_one_ahead = False
+        if self._death is None:
+            self._progress_s = time.monotonic()
+            self._distribute(outputs)
 
     def _take_inbox(self) -> None:
         added, self._added = self._added, []

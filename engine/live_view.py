@@ -130,6 +130,11 @@ class LiveView:
         if not self._num_watchers:
             self._engine.observer = None
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for the end of a step; on any thread."""
+        return bool(self._asked)
+
     def between_steps(self) -> None:
         """Answer those who asked while a step ran."""
         if self._asked:
