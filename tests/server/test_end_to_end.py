@@ -232,7 +232,7 @@ def test_refused_requests_leave_a_running_stream_as_it_was(live: Live):
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(live.complete, **asked)
         for prompt in ([1, VOCAB_SIZE], [-1], [[1, 2], [99999999999]], [True, False], [1.5]):
-            assert refusal_of(live.complete(prompt=prompt, max_tokens=1))["param"] == "prompt"
+            assert refusal_of(live.complete(prompt=prompt, max_tokens=1))["param"].partition("[")[0] == "prompt"
         assert text_of(beside.result()) == alone
 
 

@@ -130,7 +130,7 @@ def test_the_blocks_add_up_while_requests_run_and_the_free_count_is_the_metric(l
             for one in [pool.submit(complete, number) for number in range(48)]:
                 one.result()
         watched.between_steps = answer
-        assert len(pairs) > 100
+        assert len(pairs) > 20  # whenever a step was awaited: by who came, or looks on
         assert all(view == metric for view, metric in pairs)
         assert min(view for view, _ in pairs) < NUM_BLOCKS / 2
         live.until(lambda: mirror.state["engine"]["num_free"] == NUM_BLOCKS == free_by_metric(), "all free, in both")
