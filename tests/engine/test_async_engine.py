@@ -179,6 +179,28 @@ async def test_steps_leave_the_event_loop_free(tiny_llama):
         assert longest < 1
 
 
+async def test_steps_go_on_without_the_event_loop_but_no_further_than_one_ahead(tiny_llama):
+    async with running(tiny_llama) as engine:
+        (stream,) = await engine.add_requests("r", ["so"], LONG)
+        first = await anext(stream)
+        step, num_steps = engine._engine.step, 0
+
+        def counted():
+            nonlocal num_steps
+            num_steps += 1
+            return step()
+
+        engine._engine.step = counted
+        while not engine._is_one_ahead:
+            await asyncio.sleep(0)
+        num_before = num_steps
+        time.sleep(0.3)  # the loop is held up, for as long as hundreds of steps take
+        assert num_before <= num_steps <= num_before + 2
+        rest = [output async for output in stream]
+        assert sum(len(output.outputs[0].token_ids) for output in (first, *rest)) == 300
+        assert num_steps > 100
+
+
 async def test_a_request_can_be_looked_up_by_its_id_until_some_time_after_its_end(tiny_llama):
     async with running(tiny_llama) as engine:
         streams = await engine.add_requests("pair", ["the", "a"], GREEDY, include_timeline=True)
