@@ -84,10 +84,10 @@ def choose_config(
 def _short_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, int]:
     """Tile and pipeline stages: the largest tile of the head size's part without a spilled register."""
     is_old = isinstance(arch, int) and arch < 90
-    if head_size > 128:
-        return 32, 2 if quantised and isinstance(arch, int) and arch >= 100 else 3
     if quantised:
-        return 32 if isinstance(arch, str) or head_size not in (64, 128) else 64, 3
+        return 32 if isinstance(arch, str) else 64 if head_size > 128 else 128, 3
+    if head_size > 128:
+        return 32, 3
     if head_size <= 64:
         return 64 if is_old else 128, 3
     return 32 if is_old and head_size == 80 else 64, 3
@@ -99,7 +99,7 @@ def _long_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, 
     if quantised:
         if is_amd or (head_size > 128 and not is_old):
             return 32, 32, 4
-        return 16 if head_size > 128 else 32, 64, 8
+        return 16 if head_size > 128 else 32, 64, 4 if is_old and 64 < head_size <= 128 else 8
     if head_size > 128:
         return 16 if is_old and head_size == 192 else 32, 64, 4 if is_amd else 8
     if is_amd:
@@ -118,15 +118,18 @@ def _sm_80_exceptions(
     if heads_per_kv & (heads_per_kv - 1) == 0:
         return sizes
     if quantised:
-        return {80: (16, 64, 8), 96: (16, 64, 8), 112: (16, 64, 8), 192: (32, 32, 4), 256: (32, 32, 4)}.get(head_size, sizes)
+        few = (32, 32, 4)
+        return {80: (16, 64, 8), 96: (16, 64, 8), 112: (16, 64, 8), 128: (32, 64, 8), 192: few, 256: few}.get(head_size, sizes)
     return {64: (64, 64, 8), 80: (32, 64, 4), 96: (16, 64, 8), 112: (16, 64, 4), 128: (32, 64, 8)}.get(head_size, sizes)
 
 
 def _long_max_registers(head_size: int, arch: int | str, quantised: bool, num_warps: int) -> int | None:
     """Where some version's assembler would rather spill than take the registers that are there."""
-    if arch == 80 and head_size == 64 and not quantised and num_warps == 4:
-        return 255
-    return 240 if isinstance(arch, int) and arch >= 100 and quantised and num_warps == 8 else None
+    if isinstance(arch, str):
+        return None
+    if quantised:
+        return 255 if head_size > 128 else 240 if arch >= 100 and num_warps == 8 else None
+    return 255 if arch == 80 and head_size == 64 and num_warps == 4 else None
 
 
 @dataclass(frozen=True, slots=True)

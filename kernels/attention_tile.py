@@ -4,7 +4,8 @@ A head's D elements are handled in two parts, A = [A_SIZE] and B = [B_SIZE], eac
 - pages in 16 or 32 bit: the largest power of two, and the rest, nothing where D is a power of two.  Padding D to the next power
   instead would cost head sizes 80 and 96 a third of their instructions.
 - 8-bit pages: the even and the odd elements.  Two codes are read as one 16-bit word and taken apart in registers, because the
-  matrix units' transposing load knows no bytes; the queries and the output are addressed with a step of 2.
+  matrix units' transposing load knows no bytes; the queries and the output are addressed with a step of 2.  The matrix units take
+  two neighbours in one register: of keys, two of a row, of values, two of a column; so two words are taken apart at once.
 
 A state is (m, den, a, b): the running maximum in units of log 2, the sum of 2^(score - m), and the weighted values of both parts.
 
@@ -61,19 +62,47 @@ def query_rows(
 
 
 @triton.jit
-def unpack(words, FORMAT: tl.constexpr):
-    """The low and the high bytes of 16-bit words as float16, by bit operations alone: int-to-float conversions are slow.
+def unpack(pairs, FORMAT: tl.constexpr):
+    """The low and the high bytes of both 16-bit words in each of the pairs (int32), as the bits of two float16.
 
-    An integer code (stored plus 128) becomes the low digits of a float16 between 1024 and 1280.  The bits of an e4m3 number moved
-    down by one are a float16 whose exponent is 8 too small, subnormals included.
+    By bit operations alone: int-to-float conversions are slow.  An integer code (stored plus 128) becomes the low digits of a
+    float16 between 1024 and 1280.  The bits of an e4m3 number moved down by one are a float16 whose exponent is 8 too small,
+    subnormals included.
     """
     if FORMAT == INT8:
-        low = (words & 0xFF) | 0x6400
-        high = ((words >> 8) & 0xFF) | 0x6400
+        low = (pairs & 0x00FF00FF) | 0x64006400
+        high = ((pairs >> 8) & 0x00FF00FF) | 0x64006400
     else:
-        low = ((words << 8) & -0x8000) | ((words << 7) & 0x3F80)
-        high = (words & -0x8000) | ((words >> 1) & 0x3F80)
-    return low.to(tl.int16).to(tl.float16, bitcast=True), high.to(tl.int16).to(tl.float16, bitcast=True)
+        low = ((pairs << 8) & -0x7FFF8000) | ((pairs << 7) & 0x3F803F80)
+        high = (pairs & -0x7FFF8000) | ((pairs >> 1) & 0x3F803F80)
+    return low, high
+
+
+@triton.jit
+def _halves(pairs):
+    """[N, W] pairs as float16 [N, W, 2]; costs no instruction, as the next three."""
+    return tl.join(
+        (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    )
+
+
+@triton.jit
+def floats_in_rows(pairs):
+    """[N, W] pairs of neighbours in a row as float16 [N, 2 W]."""
+    return tl.reshape(_halves(pairs), (pairs.shape[0], 2 * pairs.shape[1]))
+
+
+@triton.jit
+def pairs_in_columns(words):
+    """16-bit words [2 N, W] as pairs [N, W] of neighbours in a column."""
+    first, second = tl.split(tl.permute(tl.reshape(words, (words.shape[0] // 2, 2, words.shape[1])), (0, 2, 1)))
+    return (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
+
+
+@triton.jit
+def floats_in_columns(pairs):
+    """[N, W] pairs of neighbours in a column as float16 [2 N, W]."""
+    return tl.reshape(tl.permute(_halves(pairs), (0, 2, 1)), (2 * pairs.shape[0], pairs.shape[1]))
 
 
 @triton.jit
@@ -134,6 +163,16 @@ def load_page_rows(base, offsets, inside, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _places(keys, inside, table_base, K: tl.constexpr, MASKED: tl.constexpr):
+    """The block of each key and its place in it.  Unsigned keys take fewer instructions to divide."""
+    if MASKED:
+        blocks = tl.load(table_base + keys // K, mask=inside, other=0)
+    else:
+        blocks = tl.load(table_base + keys // K)
+    return blocks, keys % K
+
+
+@triton.jit
 def empty_state(M: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr):
     """The state of no keys at all; merging it with another gives that other, bit by bit."""
     return (
@@ -169,40 +208,38 @@ def attend_tile(
     The bases point at the KV head; slots from `end` on are never read as values, for what lies there may be NaN.
     """
     B_SIZE: tl.constexpr = D - A_SIZE
-    # In elements of the pages' pointers: of the dtype, or 16-bit words of two codes.
-    ROW: tl.constexpr = D if FORMAT == PLAIN else D // 2
-    HEAD: tl.constexpr = K * D if FORMAT == PLAIN else K * (D + 4) // 2
     keys = start + tl.arange(0, TILE)
     inside = keys < end
-    if MASKED:
-        blocks = tl.load(table_base + keys // K, mask=inside, other=0)
-    else:
-        blocks = tl.load(table_base + keys // K)
-    offsets = blocks.to(tl.int64) * (G * HEAD) + (keys % K) * ROW
-
-    k = load_page_rows(k_base, offsets, inside, A_SIZE, A_BLOCK, MASKED)
     if FORMAT == PLAIN:
-        scores = dot(q_a, tl.trans(k), UPCAST)
+        blocks, slots = _places(keys, inside, table_base, K, MASKED)
+        offsets = blocks.to(tl.int64) * (G * K * D) + slots * D
+        scores = dot(q_a, tl.trans(load_page_rows(k_base, offsets, inside, A_SIZE, A_BLOCK, MASKED)), UPCAST)
         if B_SIZE > 0:
             scores += dot(q_b, tl.trans(load_page_rows(k_base + A_SIZE, offsets, inside, B_SIZE, B_BLOCK, MASKED)), UPCAST)
     else:
-        even, odd = unpack(k, FORMAT)
-        scores = dot(q_a, tl.trans(even.to(q_a.dtype)), UPCAST) + dot(q_b, tl.trans(odd.to(q_b.dtype)), UPCAST)
-        # One float32 per token behind the K * D codes of its block and head.
-        scale_offsets = blocks.to(tl.int64) * (G * HEAD // 2) + K * D // 4 + keys % K
+        blocks, slots = _places(keys.to(tl.uint32), inside, table_base, K, MASKED)
+        # In 32-bit words.  One float32 per token lies behind the K * D codes of its block and head.
+        first = blocks.to(tl.int64) * (G * K * (D + 4) // 4)
+        offsets = first + slots.to(tl.int32) * (D // 4)
+        pairs = load_page_rows(k_base.to(tl.pointer_type(tl.int32), bitcast=True), offsets, inside, A_SIZE // 2, A_BLOCK // 2, MASKED)
+        even, odd = unpack(pairs, FORMAT)
+        scores = dot(q_a, tl.trans(floats_in_rows(even).to(q_a.dtype)), UPCAST)
+        scores += dot(q_b, tl.trans(floats_in_rows(odd).to(q_b.dtype)), UPCAST)
+        scale_offsets = first + K * D // 4 + slots.to(tl.int32)
         key_scale = tl.load(k_base.to(tl.pointer_type(tl.float32), bitcast=True) + scale_offsets, mask=inside, other=0.0)
         value_scale = tl.load(v_base.to(tl.pointer_type(tl.float32), bitcast=True) + scale_offsets, mask=inside, other=0.0)
+        value_scale *= VALUE_FACTOR
         if FORMAT == INT8:
             scores -= INT8_OFFSET * q_sum[:, None]
-            scores *= key_scale[None, :]
-            value_scale *= VALUE_FACTOR
         else:
-            scores *= (key_scale * FP8_FACTOR)[None, :]
-            value_scale *= VALUE_FACTOR
+            key_scale *= FP8_FACTOR
+        if SOFTCAP == 0:
+            key_scale *= SCALE * LOG2_E  # fewer than scores
+        scores *= key_scale[None, :]
     if SOFTCAP > 0:
         # tanh as 1 - 2 / (e^2x + 1): finite for every x.
         scores = SOFTCAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * SCALE * LOG2_E / SOFTCAP)) + 1.0))
-    else:
+    elif FORMAT == PLAIN:
         scores *= SCALE * LOG2_E
     if MASKED:
         seen = keys[None, :] <= position[:, None]
@@ -217,21 +254,28 @@ def attend_tile(
     alpha = tl.exp2(m - base)
     den = den * alpha + tl.sum(p, axis=1)
 
-    v = load_page_rows(v_base, offsets, inside, A_SIZE, A_BLOCK, MASKED)
     if FORMAT == PLAIN:
+        v = load_page_rows(v_base, offsets, inside, A_SIZE, A_BLOCK, MASKED)
         p = p.to(q_a.dtype)
         a = a * alpha[:, None] + dot(p, v, UPCAST)
         if B_SIZE > 0:
             b = b * alpha[:, None] + dot(p, load_page_rows(v_base + A_SIZE, offsets, inside, B_SIZE, B_BLOCK, MASKED), UPCAST)
     else:
-        even, odd = unpack(v, FORMAT)
+        words = load_page_rows(v_base, 2 * offsets, inside, A_SIZE, A_BLOCK, MASKED)
+        even, odd = unpack(pairs_in_columns(words), FORMAT)
         p = (p * value_scale[None, :]).to(q_a.dtype)
-        a = a * alpha[:, None] + dot(p, even.to(p.dtype), UPCAST)
-        b = b * alpha[:, None] + dot(p, odd.to(p.dtype), UPCAST)
+        a = a * alpha[:, None] + dot(p, floats_in_columns(even).to(p.dtype), UPCAST)
+        b = b * alpha[:, None] + dot(p, floats_in_columns(odd).to(p.dtype), UPCAST)
         if FORMAT == INT8:
-            excess = INT8_OFFSET * tl.sum(p.to(tl.float32), axis=1)[:, None]
-            a -= excess
-            b -= excess
+            if p.shape[0] <= 16:
+                # A product with the constant costs less than the sum of p across threads, of which few rows are spread over many.
+                offset = tl.full([TILE, A_BLOCK], -INT8_OFFSET, tl.float32).to(p.dtype)
+                a += dot(p, offset, UPCAST)
+                b += dot(p, offset, UPCAST)
+            else:
+                excess = INT8_OFFSET * tl.sum(p.to(tl.float32), axis=1)[:, None]
+                a -= excess
+                b -= excess
     return top, den, a, b
 
 

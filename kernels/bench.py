@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from pagestream.kernels.bench_cases import (
     sampling_case,
 )
 from pagestream.kernels.gpu_timing import PARTS, gpu_report
+from pagestream.kernels.kv_format import is_quantised
 from pagestream.kernels.quant_matmul import COLS, PIECE_BYTES
 from pagestream.kernels.static_analysis import TARGETS, StaticFigures, figures_of, launches_compiled
 
@@ -39,8 +41,9 @@ def static_cases(arch: int | str) -> Iterator[tuple[str, Callable[[], Case], dic
 
     Sizes of tensors are not part of what is compiled.
     """
-    for shape in (AttentionShape(), AttentionShape(cache_dtype=torch.int8)):
-        config = choose_config(shape.size, shape.heads // shape.kv_heads, arch=arch, quantised=shape.cache_dtype == torch.int8)
+    for cache_dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+        shape = AttentionShape(cache_dtype=cache_dtype)
+        config = choose_config(shape.size, shape.heads // shape.kv_heads, arch=arch, quantised=is_quantised(cache_dtype))
         key_bytes = 2.0 * shape.size * shape.cache_dtype.itemsize
         yield (
             shape.name,
@@ -51,7 +54,7 @@ def static_cases(arch: int | str) -> Iterator[tuple[str, Callable[[], Case], dic
         yield case.name.split(",")[0], partial(same, case), {}
     yield "copy", partial(copy_case, 1, "cpu", num_layers=1), {}
     yield "sampling", partial(sampling_case, 1, "cpu"), {}
-    for bits, group in ((4, 32), (4, 128), (8, 128)):
+    for bits, group in ((4, 32), (4, 128), (8, 32), (8, 128)):
         loop_bytes = {"_quant_matmul_kernel": COLS * max(PIECE_BYTES, group * bits / 8)}
         yield f"int{bits} linear, group {group}", partial(quant_matmul_case, 1, "cpu", bits=bits, group=group), loop_bytes
 
@@ -66,11 +69,15 @@ def static_report(targets: Sequence[str] = ("sm_80", "sm_90", "sm_100", "gfx942"
     header = f"{'target':8}{'kernel':28}{'case':46}{'regs':>5}{'spill':>6}{'smem':>7}{'warps':>6}{'loop':>6}{'unit':>8}{'/SM':>4}"
     print(f"{header}{'in flight':>10}{'bound TB/s':>11}")
     for target in targets:
+        compile_s = 0.0
         for label, make, loop_bytes in static_cases(TARGETS[target].arch):
+            start = time.perf_counter()
             with launches_compiled(TARGETS[target]) as launches:
                 make().run()
+            compile_s += time.perf_counter() - start
             for launch in launches:
                 rows.append(static_row(target, label, figures_of(launch), loop_bytes.get(launch.name, 0.0)))
+        print(f"{target}: compiled one after another in {compile_s:.1f} s, less where Triton's cache had them")
     return rows
 
 
