@@ -61,7 +61,12 @@ def compile_attention(target: str, shape: AttentionShape) -> tuple[StaticFigures
         for kernel in (short, long):
             # Keys and values by asynchronous copies, never element by element; block tables and scales are 4-byte loads.
             assert kernel.count_in_loop("LDGSTS") >= 2
-            assert kernel.count_in_loop(r"\bLD[GS]\.[EU\.]*[US](8|16)\b") == 0
+            assert kernel.count_in_loop(r"\bLDG\.[EU\.]*[US](8|16)\b") == 0
+            assert kernel.count_in_loop(r"\bLDS\.[EU\.]*[US]8\b") == 0
+        # Where the larger units read shared memory themselves, the 16-bit words of 8-bit values are taken out one by one before.
+        words = 0 if shape.cache_dtype == torch.bfloat16 else long.loop_instructions // 8
+        assert long.count_in_loop(r"\bLDS\.[EU\.]*[US]16\b") <= words
+        assert short.count_in_loop(r"\bLDS\.[EU\.]*[US]16\b") == 0
         assert short.count_in_loop(r"LDGSTS.*128") >= 2
     return short, long
 
