@@ -76,7 +76,7 @@ class ModelRunner:
             timer.stop()
             return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled, forward_s=timer.seconds())
         if len(batch.sampling) < len(hidden):
-            hidden = hidden[batch.sampling_rows]
+            hidden = hidden.index_select(0, batch.sampling_rows)  # indexing would wake threads of torch, which then wait busily
         drawn = self._draw(hidden, batch.sampling, timer)
         failed = drawn.failed | sums.failed
         return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
