@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MOST_DEFAULT_CPU_CACHE_BYTES = 2 * GIB
-PREFILL_TOKENS_PER_DECODE = 8  # a step of 32 who decode takes about as long again for 256 prompt tokens
+PREFILL_TOKENS_PER_DECODE = 6  # a step of 32 who decode takes three times as long with 192 prompt tokens
 CONTEXT_TOKENS_PER_PREFILL_TOKEN = 100  # reading the keys and values of so many takes half as long as computing one
-NUM_ROWS_AT_ONCE = 64  # of two threads, two tiles of 16 each
+NUM_ROWS_AT_ONCE = 32  # of two threads, a tile of 16 each
 DEFAULT_GPU_SWAP_BYTES = 4 * GIB
 
 
@@ -31,7 +31,7 @@ class DeviceDefaults:
     max_num_prefill_tokens: int
 
 
-DEFAULTS = {"cpu": DeviceDefaults(64, 512, 128), "cuda": DeviceDefaults(256, 8192, 2048)}
+DEFAULTS = {"cpu": DeviceDefaults(64, 512, 96), "cuda": DeviceDefaults(256, 8192, 2048)}
 
 
 def step_limits(config: EngineConfig, device: torch.device) -> SchedulerLimits:

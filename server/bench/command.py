@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from pagestream.server.bench.load import Objective, Summary, run_round
 from pagestream.server.bench.workloads import WORKLOADS, make_asks, read_asks
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
+REST_S = 2.0  # of several servers: one's threads may wait busily for a second after its last answer, and would slow the next down
 
 bench = typer.Typer(help="Measure a running server, or the engine in this process.", no_args_is_help=True)
 
@@ -69,6 +71,7 @@ def bench_serve(
             seed = 1000 * (at_once or 0) + number + 1
             asks = read_asks(dataset, count) if dataset else make_asks(workload, count, seed)
             for server in servers:  # one after another, so that a ratio holds when the machine's pace drifts
+                time.sleep(REST_S if len(servers) > 1 else 0)
                 load = run_round(
                     server.url, server.model, asks, concurrency=at_once, rate=rate, seed=seed, api_key=api_key, objective=objective
                 )
