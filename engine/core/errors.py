@@ -43,9 +43,8 @@ class ContextLengthExceeded(ClientError, ValueError):
     """Prompt and answer together can never fit; waiting would not help."""
 
     def __init__(self, *, param: str, num_tokens: int, max_tokens: int, limit: int, limited_by: str = "the model's context length"):
-        asked, advice = f" and max_tokens is {max_tokens}, together {num_tokens + max_tokens}", "Shorten the prompt or lower max_tokens."
-        if num_tokens > limit:
-            asked, advice = "", "Shorten it."
+        asked = f" and max_tokens is {max_tokens}, together {num_tokens + max_tokens}" if max_tokens else ""
+        advice = "Shorten it." if num_tokens > limit else "Shorten the prompt or lower max_tokens."
         super().__init__(
             f"{param} has {num_tokens} tokens{asked}; {limited_by} is {limit} tokens. {advice}",
             param=param,
