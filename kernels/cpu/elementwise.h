@@ -55,13 +55,13 @@ inline void gate(Activation kind, float* y) {
 
 // The greatest of a row's outputs and where it first stands, column by column of the panels while these are made in any order.
 struct Greatest {
-    alignas(64) float value[32];
-    int panel[32];
+    alignas(64) float value[PANEL];
+    int panel[PANEL];
     vi is_nan;
 
     void clear() {
-        std::fill_n(value, 32, -std::numeric_limits<float>::infinity());
-        std::fill_n(panel, 32, std::numeric_limits<int>::max());
+        std::fill_n(value, PANEL, -std::numeric_limits<float>::infinity());
+        std::fill_n(panel, PANEL, std::numeric_limits<int>::max());
         is_nan = vi{};
     }
 
@@ -78,7 +78,7 @@ struct Greatest {
         }
     }
     void add(const Greatest& other) {
-        for (int i = 0; i < 32; ++i)
+        for (int i = 0; i < PANEL; ++i)
             if (other.value[i] > value[i] || (other.value[i] == value[i] && other.panel[i] < panel[i])) {
                 value[i] = other.value[i];
                 panel[i] = other.panel[i];
@@ -90,9 +90,9 @@ struct Greatest {
     std::pair<float, long> best() const {
         if (first_of(is_nan) < W) return {std::numeric_limits<float>::quiet_NaN(), 0};
         long at = 0;
-        for (long i = 1; i < 32; ++i)
+        for (long i = 1; i < PANEL; ++i)
             if (value[i] > value[at] || (value[i] == value[at] && panel[i] < panel[at])) at = i;
-        return {value[at], panel[at] * 32L + at};
+        return {value[at], panel[at] * PANEL + at};
     }
 };
 
