@@ -37,6 +37,10 @@ class NotedLaunch:
         stand_ins = [argument.dtype if isinstance(argument, MockTensor) else kind_of(argument) for argument in self.args]
         return f"{id(self.kernel)} {stand_ins} {sorted(self.options.items())}"
 
+    def compile(self) -> Any:
+        """Triton's CompiledKernel; from its cache where there is one."""
+        return self.kernel.run(*self.args, grid=self.grid, warmup=True, **self.options)
+
 
 def kind_of(argument: Any) -> Any:
     if isinstance(argument, Tensor):
@@ -80,7 +84,7 @@ def compile_noted(launches: list[NotedLaunch], num_threads: int, compiled: Calla
     def compile_one(launch: NotedLaunch) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.options)
+        launch.compile()
 
     def told(future: Future[None]) -> None:
         compiled()

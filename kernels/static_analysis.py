@@ -10,11 +10,13 @@ b / (n w) * SMs * 4 schedulers * clock bytes per second, and Little's law bounds
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+
+Listing = list[tuple[int, str]]  # addresses and instructions
 
 
 class CompileOnlyDriver:
@@ -123,14 +127,18 @@ class StaticFigures:
         return min(by_registers, H200_SHARED_BYTES // (self.shared_bytes + 1024), H200_WARPS // self.num_warps)
 
 
-def figures_of(launch: Launch) -> StaticFigures:
-    kernel = launch.kernel
-    if "amdgcn" in kernel.asm:
-        return _amd_figures(launch.name, kernel)
-    return _nvidia_figures(launch.name, kernel)
+def figures_of(kernels: Sequence[Any]) -> list[StaticFigures]:
+    """Of triton's CompiledKernels for one target, in their order."""
+    if not kernels:
+        return []
+    if "amdgcn" in kernels[0].asm:
+        return [_amd_figures(kernel) for kernel in kernels]
+    codes = [machine_code(kernel.asm["cubin"]) for kernel in kernels]
+    listings = disassembled(codes, kernels[0].metadata.target.arch)
+    return [_nvidia_figures(kernel, listing) for kernel, listing in zip(kernels, listings, strict=True)]
 
 
-def _amd_figures(name: str, kernel: Any) -> StaticFigures:
+def _amd_figures(kernel: Any) -> StaticFigures:
     text = kernel.asm["amdgcn"]
 
     def number(key: str) -> int:
@@ -140,37 +148,64 @@ def _amd_figures(name: str, kernel: Any) -> StaticFigures:
     body = tuple(line.strip() for line in text.splitlines() if re.match(r"\s+[vsgdb][_a-z]", line))
     # vgpr_count includes the accumulation registers: on these GPUs both are one file.
     return StaticFigures(
-        name, number("vgpr_count"), number("vgpr_spill_count") + number("private_segment_fixed_size"),
+        kernel.name, number("vgpr_count"), number("vgpr_spill_count") + number("private_segment_fixed_size"),
         kernel.metadata.shared, kernel.metadata.num_warps, 0, body, "mfma" if "v_mfma" in text else "none",
     )  # fmt: skip
 
 
-def _nvidia_figures(name: str, kernel: Any) -> StaticFigures:
+def _nvidia_figures(kernel: Any, listing: Listing) -> StaticFigures:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         # Of the code itself: which assembler made it, and with which options, is each Triton's own affair.
-        sass = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(cubin)], capture_output=True, text=True, check=True
-        ).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", sass)
+        told = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert usage is not None, "cuobjdump tells no registers"
     registers, spills = int(usage.group(1)), int(usage.group(2))
-    loop = innermost_loop(sass)
+    loop = innermost_loop(listing)
     units = (("tcgen05", "UTC.*MMA"), ("wgmma", "GMMA"), ("mma", "[HIDQ]MMA"))
-    unit = next((unit for unit, pattern in units if re.search(pattern, sass)), "none")
-    return StaticFigures(name, registers, spills, kernel.metadata.shared, kernel.metadata.num_warps, len(loop), loop, unit)
+    unit = next((unit for unit, pattern in units if any(re.search(pattern, text) for _, text in listing)), "none")
+    return StaticFigures(kernel.name, registers, spills, kernel.metadata.shared, kernel.metadata.num_warps, len(loop), loop, unit)
 
 
-def innermost_loop(sass: str) -> tuple[str, ...]:
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of the one function in an ELF file of a kernel."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
+    first_name = sections[names][4]
+    (code,) = (part for part in sections if cubin.startswith(b".text.", first_name + part[0]))
+    return cubin[code[4] : code[4] + code[5]]
+
+
+def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
+    """What some functions consist of; addresses, and branches to them, go on from one function to the next.
+
+    All in one call: the disassembler takes longer to start than for a function.
+    """
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        name = f"SM{arch}{'a' if arch >= 90 else ''}"
+        sass = subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "--binary", name, file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    ends = list(accumulate(len(code) for code in codes))
+    return [
+        [(address, text) for address, text in found if end - len(code) <= address < end]
+        for code, end in zip(codes, ends, strict=True)
+    ]  # fmt: skip
+
+
+def innermost_loop(listing: Listing) -> tuple[str, ...]:
     """The instructions between a backward branch and its target, where no other such pair lies between."""
-    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
     loops = []
-    for address, text in code:
+    for address, text in listing:
         branch = re.search(r"\bBRA(?:\.\w+)*\s+(?:`\()?(?:\S+,\s*)?0x([0-9a-f]+)", text)
         if branch and int(branch.group(1), 16) < address:
             loops.append((int(branch.group(1), 16), address))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    bodies = [tuple(text for address, text in code if low <= address <= high) for low, high in inner]
+    bodies = [tuple(text for address, text in listing if low <= address <= high) for low, high in inner]
     with_matrix = [body for body in bodies if any("MMA" in text for text in body)]
     return max(with_matrix or bodies, key=len, default=())

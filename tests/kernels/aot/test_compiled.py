@@ -39,8 +39,8 @@ def compile_all(target: str, make_cases: Callable[[], Iterable[Case]]) -> dict[s
         for case in make_cases():
             case.run()
     figures = {}
-    for launch in launches:
-        figures[launch.name] = found = figures_of(launch)
+    for launch, found in zip(launches, figures_of([launch.kernel for launch in launches]), strict=True):
+        figures[launch.name] = found
         assert found.spill_bytes == 0, f"{launch.name} spills {found.spill_bytes} bytes"
         assert found.shared_bytes <= MAX_SHARED_BYTES[target], f"{launch.name} wants {found.shared_bytes} bytes of shared memory"
         assert launch.num_parameters <= MAX_PARAMETERS, f"{launch.name} has {launch.num_parameters} parameters"
