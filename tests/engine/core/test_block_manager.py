@@ -26,6 +26,10 @@ class Held:
         self.is_swapped = False
 
 
+def distinct(*drawn: Held) -> list[Held]:
+    return list({held.sequence.seq_id: held for held in drawn}.values())
+
+
 class BlockManagerMachine(RuleBasedStateMachine):
     """Simulates the cache's contents beside the manager: each slot holds the tokens it was written for."""
 
@@ -114,9 +118,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.free(held.sequence.seq_id)
         self.manager.free(held.sequence.seq_id)  # twice is as good as once
 
-    @rule(chosen=st.lists(sequences, min_size=1, max_size=3, unique_by=id))
-    def swap_out(self, chosen):
-        chosen = [held for held in chosen if not held.is_swapped and held.sequence.seq_id in self.live]
+    # Each drawn by itself: a list of them may also be tried while there are none, and so many vain tries fail the run.
+    @rule(first=sequences, second=sequences, third=sequences)
+    def swap_out(self, first, second, third):
+        chosen = [held for held in distinct(first, second, third) if not held.is_swapped and held.sequence.seq_id in self.live]
         before = self.snapshot()
         try:
             copies = self.manager.swap_out([held.sequence for held in chosen])
@@ -128,9 +133,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for held in chosen:
             held.is_swapped = True
 
-    @rule(chosen=st.lists(sequences, min_size=1, max_size=3, unique_by=id))
-    def swap_in(self, chosen):
-        chosen = [held for held in chosen if held.is_swapped and held.sequence.seq_id in self.live]
+    @rule(first=sequences, second=sequences, third=sequences)
+    def swap_in(self, first, second, third):
+        chosen = [held for held in distinct(first, second, third) if held.is_swapped and held.sequence.seq_id in self.live]
         before = self.snapshot()
         try:
             copies = self.manager.swap_in([held.sequence for held in chosen])
