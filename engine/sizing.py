@@ -70,16 +70,26 @@ def swap_bytes(config: EngineConfig, device: torch.device) -> int:
 def num_kv_blocks(
     cache: CacheConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, activation_bytes: int
 ) -> int:
-    """How many blocks fit beside the activations of the largest step; raises StartError if not even one does."""
-    if cache.num_kv_blocks is not None:
-        return cache.num_kv_blocks
+    """How many blocks fit beside the activations of the largest step.
+
+    Raises StartError if not even one does, or if more was asked for than there is.
+    """
     per_block = bytes_per_block(shape, cache.block_size, dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading and the trial step have left in torch's own store is free, and would count as taken
         free, total = torch.cuda.mem_get_info(device)
         memory = int(total * cache.gpu_memory_utilization) - (total - free) - activation_bytes
     else:
-        memory = cache.kv_cache_memory_bytes or min(MOST_DEFAULT_CPU_CACHE_BYTES, free_memory_bytes() // 4)
+        free = free_memory_bytes()
+        memory = cache.kv_cache_memory_bytes or min(MOST_DEFAULT_CPU_CACHE_BYTES, free // 4)
+        if memory > free:
+            raise StartError(f"kv_cache_memory {memory / GIB:.1f} GiB is more than the {free / GIB:.1f} GiB of free memory")
+    if cache.num_kv_blocks is not None:
+        memory = cache.num_kv_blocks * per_block
+        if memory > free:
+            what = f"num_kv_blocks {cache.num_kv_blocks} takes {memory / GIB:.1f} GiB"
+            raise StartError(f"{what}, and {free / GIB:.1f} GiB of memory are free")
+        return cache.num_kv_blocks
     if memory < per_block:
         raise StartError(f"the KV cache has {max(memory, 0) / GIB:.2f} GiB and one block takes {per_block / GIB:.4f} GiB; give it more")
     return memory // per_block

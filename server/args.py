@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from pagestream.server.tools.plan import Parsers
 from pagestream.server.tools.syntax import SYNTAXES
 
 MODEL, CACHE, SCHEDULING, DEVICE, SERVER, TESTING = "Model", "KV cache", "Scheduling", "Device", "Server", "Testing"
+SECONDS = ("sse_keep_alive_interval", "drain_timeout", "slow_reader_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep")
 
 # As vLLM reads them: 32k is 32,000 and 32K is 32,768.
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -67,7 +69,8 @@ def keys_in(path: str | None) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise StartError(f"--api-key-file {path} can't be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StartError(f"--api-key-file {path} can't be read: {reason}") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise StartError(f"--api-key-file {path} holds no key")
@@ -94,13 +97,11 @@ def to_engine_args(options: dict[str, Any]) -> EngineArgs:
 
 def to_settings(options: dict[str, Any]) -> ServerSettings:
     """Those of the options that are the server's.  Raises StartError for a value that makes no sense."""
-    if options["sse_keep_alive_interval"] < 0 or options["drain_timeout"] < 0:
-        raise StartError("--sse-keep-alive-interval and --drain-timeout must not be negative")
-    if options["max_body_size"] <= 0:
-        raise StartError("--max-body-size must be above 0")
-    for name in ("slow_reader_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep"):
-        if options[name] < 0:
-            raise StartError(f"--{name.replace('_', '-')} must not be negative")
+    if not 0 < options["max_body_size"] < math.inf:
+        raise StartError("--max-body-size must be above 0 and finite")
+    for name in SECONDS:
+        if not 0 <= options[name] < math.inf:  # also where it is no number
+            raise StartError(f"--{name.replace('_', '-')} must be finite and not negative")
     memory = options["stream_memory"]
     if memory is not None and memory < 0:
         raise StartError("--stream-memory must not be negative")

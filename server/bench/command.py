@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -40,9 +41,9 @@ def bench_serve(
     model: Annotated[str | None, typer.Option("--model", help="Default: the first that each server lists.")] = None,
     workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
     dataset: Annotated[Path | None, typer.Option("--dataset", help="JSONL with prompt and max_tokens, in place of a workload.")] = None,
-    concurrency: Annotated[list[int] | None, typer.Option("--concurrency", help="Requests at a time; may be repeated.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option("--concurrency", min=1, help="Requests at a time; may be repeated.")] = None,
     rate: Annotated[float | None, typer.Option("--rate", help="Requests a second, arriving at random, in place of --concurrency.")] = None,
-    num_requests: Annotated[int | None, typer.Option("--num-requests", help="Per round; default: twice the concurrency.")] = None,
+    num_requests: Annotated[int | None, typer.Option("--num-requests", min=1, help="Per round; default: twice the concurrency.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="The table has their medians.", min=1)] = 3,
     ttft_objective_ms: Annotated[float | None, typer.Option("--ttft-objective", help="Milliseconds; for goodput.")] = None,
     itl_objective_ms: Annotated[float | None, typer.Option("--itl-objective", help="Milliseconds a token; for goodput.")] = None,
@@ -55,7 +56,7 @@ def bench_serve(
     """Put a server under load and print what its clients saw; of several, also the first one's figures over each other's."""
     if workload not in WORKLOADS:
         raise StartError(f"--workload must be one of {', '.join(WORKLOADS)}, not {workload!r}")
-    if rate is not None and (concurrency or rate <= 0):
+    if rate is not None and (concurrency or not 0 < rate < math.inf):
         raise StartError("--rate is above 0 and takes the place of --concurrency")
     if plot_file is not None:
         check_plotting()
@@ -89,7 +90,7 @@ def bench_serve(
 @bench.command("latency")
 def bench_latency(
     model: Model = "smollm2",
-    batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Sequences per step; may be repeated.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Sequences per step; may be repeated.")] = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 100,
     output_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 64,
     dtype: Annotated[str, typer.Option("--dtype")] = "auto",

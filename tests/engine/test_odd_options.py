@@ -117,6 +117,14 @@ def test_a_swap_space_that_makes_no_sense_is_refused_with_its_limits(tiny_llama,
         llm(tiny_llama, swap_space=value)
 
 
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_memory": 4096, "num_kv_blocks": None}, {"num_kv_blocks": 10**9}, {"swap_space": 4096}], ids=lambda options: next(iter(options))
+)
+def test_more_memory_than_there_is_is_refused_by_name(tiny_llama, options):
+    with pytest.raises(StartError, match=f"^{next(iter(options))} .* GiB .*free"):
+        llm(tiny_llama, **options)
+
+
 def test_swap_needs_room_for_a_block(tiny_llama):
     with pytest.raises(StartError, match="swap_space"):
         llm(tiny_llama, swap_space=1e-9, preemption_mode="swap")

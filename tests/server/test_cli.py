@@ -15,7 +15,7 @@ import pytest
 import typer
 from rich.text import Text
 
-from pagestream.server import __main__ as command
+from pagestream.server import command_line as command
 from pagestream.server.args import ENGINE_OPTIONS, count, gib
 
 
@@ -53,13 +53,32 @@ def test_version():
         (["--stream-memory", "-1M"], "--stream-memory"),
         (["--log-level", "loud"], "--log-level"),
         (["--drain-timeout", "-1"], "--drain-timeout"),
+        (["--drain-timeout", "inf"], "--drain-timeout"),
+        (["--stall-timeout", "nan"], "--stall-timeout"),
+        (["--max-body-size", "nan"], "--max-body-size"),
+        (["--api-key-file", "/"], "--api-key-file / can't be read: Is a directory"),
         (["--quantization", "int3"], "quantization must be one of auto, none, int8, int4"),
         (["--port", "70000"], "70000"),
         (["--host", "256.0.0.1"], "256.0.0.1"),
+        (["--host", ""], "--host must not be empty"),
     ],
 )
 def test_an_option_that_cant_be_is_one_line_and_exit_code_2(arguments, named):
     assert named in complaint("serve", *arguments, PAGESTREAM_PORT="0")  # whoever listens at the default one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["latency", "--batch-size", "0"], "--batch-size"),
+        (["serve", "--concurrency", "0"], "--concurrency"),
+        (["serve", "--num-requests", "0"], "--num-requests"),
+        (["serve", "--rate", "nan"], "--rate"),
+        (["serve", "--rate", "inf"], "--rate"),
+    ],
+)
+def test_what_cant_be_measured_is_one_line_and_exit_code_2(arguments, named):
+    assert named in complaint("bench", *arguments)
 
 
 def test_the_environment_is_read_like_flags():
@@ -77,6 +96,49 @@ def test_openapi_is_written_to_a_file(tmp_path: Path):
     done = run("openapi", "--output", str(tmp_path / "api.yaml"))
     assert done.returncode == 0
     assert (tmp_path / "api.yaml").read_text(encoding="utf-8") == run("openapi").stdout
+
+
+# Ctrl-C as soon as something looks for this module.
+INTERRUPTED_AT = """
+import os, signal, sys
+module = sys.argv.pop(1)
+class Finder:
+    def find_spec(self, name, *_):
+        if name == module:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from pagestream.server.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["fastapi", "pagestream.server.command_line", "torch", "pagestream.engine.factory"])
+def test_a_start_that_is_interrupted_leaves_one_line(tiny_llama: Path, module: str):
+    arguments = [module, "serve", str(tiny_llama), "--port", "0"]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_AT, *arguments], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "pagestream: interrupted\n")
+
+
+def test_who_does_not_read_on_gets_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as nobody:
+        done = subprocess.run([sys.executable, "-m", "pagestream.server", "openapi"], stdout=nobody, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("arguments", [("openapi",), ("openapi", "--output", "/dev/full"), ("--help",)], ids=" ".join)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_full_disk_is_one_line(arguments: tuple[str, ...]):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "pagestream.server", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "pagestream: error: No space left on device\n")
+
+
+def test_a_file_that_cant_be_written_is_named(tmp_path: Path):
+    assert complaint("openapi", "--output", str(tmp_path)) == f"pagestream: error: {tmp_path}: Is a directory"
 
 
 @pytest.mark.parametrize(

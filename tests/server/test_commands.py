@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
-from pagestream.server import __main__ as command
+from pagestream.server import command_line as command
 from pagestream.server.commands.batch_file import Answers, count_requests
 from pagestream.server.commands.engine_state import EngineState
 from pagestream.server.commands.top import Rates, grid, picture

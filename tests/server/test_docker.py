@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pagestream.server import __main__ as command
+from pagestream.server import command_line as command
 from pagestream.server.app import bare_app
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from pagestream.server import __main__ as command
+from pagestream.server import command_line as command
 from pagestream.server.metrics import Metrics
 from pagestream.server.parameters import describe
 from pagestream.server.protocol import ChatRequest, CompletionRequest
