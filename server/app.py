@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 
 from pagestream.server import chat, completions, embeddings, health, models, parameters, responses, streams, tokenize
 from pagestream.server.errors import add_error_handlers
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
 
 TITLE = "pagestream"
+ENDLESS = ("/v1/engine/events", "/v1/streams/{stream_id}")  # streams: who asks for their head would wait for their end
 EXPOSED_HEADERS = ["X-Request-Id", "Retry-After", "X-Should-Retry", "OpenAI-Processing-Ms"]  # to other origins' pages
 DESCRIPTION = "An OpenAI-compatible API over an async, streaming LLM engine with a paged KV cache."
 
@@ -90,6 +92,7 @@ def create_app(
     metrics.watch(engine)
     if settings.ui:
         add_pages(app)
+    answer_heads(app)
     # The last one added is the outermost.
     if settings.api_keys:
         app.add_middleware(ApiKey, keys=settings.api_keys)
@@ -103,6 +106,13 @@ def create_app(
         app.add_middleware(TraceRequests, tracing=metrics.tracing)
     app.add_middleware(RequestContext, metrics=metrics, root_path=settings.root_path)
     return app
+
+
+def answer_heads(app: FastAPI) -> None:
+    """HEAD where GET is answered, as HTTP has it and balancers ask; not described, since it is the same without a body."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path not in ENDLESS:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def bare_app(**options: Any) -> FastAPI:
@@ -212,8 +222,6 @@ def add_routes(app: FastAPI) -> None:
         ("/readyz", health.get_readiness, "Whether to send requests here"),
     ):
         app.add_api_route(path, route, responses=verdicts, summary=summary, tags=["operations"])
-        # As some balancers ask; not described, since it is the same without a body.
-        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.add_api_route(
         "/version", health.get_version, response_model=responses.Version, summary="The server's version", tags=["operations"]
     )

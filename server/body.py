@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import difflib
 import hashlib
 import json
@@ -43,6 +44,10 @@ async def read_body(request: Request, wire: type[Wire], max_body_bytes: int) -> 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(415, f"Content-Type must be application/json, not {kind[:40]!r}", code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):  # a few bytes of these could become any number
+        hint = {"Accept-Encoding": "identity"}
+        raise HttpError(415, f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is", code="unsupported_encoding", headers=hint)
     raw = await read_limited(request, max_body_bytes)
     if IDEMPOTENCY_KEY in request.headers:
         request.state.body_digest = hashlib.sha256(raw).hexdigest()
@@ -81,7 +86,8 @@ async def read_limited(request: Request, max_body_bytes: int) -> bytes:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Parses RFC 8259 JSON.  NaN and Infinity pass as floats, so that the field's own check can name the field."""
+    """Parses RFC 8259 JSON, with or without the mark that some systems begin a text with.  NaN and Infinity pass as floats, so that the field's own check can name the field."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     if not raw.strip():
         raise InvalidRequest("the body is empty; a JSON object was expected", code="invalid_json")
     check_structure(raw)

@@ -39,6 +39,8 @@ class RequestContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if not scope["path"].startswith("/"):
+            scope["path"] = path_alone(scope["path"])
         if self.root_path:
             scope["root_path"] = self.root_path
         request_id = client_request_id(scope) or uuid.uuid4().hex
@@ -80,6 +82,12 @@ class RequestContext:
             "request_id": request_id, "answer_id": answer_id,
         }  # fmt: skip
         log.log(level, "%s %s %d in %.3f s, request id %s, answer %s", *edge.values(), extra=edge)
+
+
+def path_alone(target: str) -> str:
+    """Of a whole address, as clients send it to what they take for a proxy; anything else stays as it is."""
+    found = re.match(r"https?://[^/]*(?=/)", target, re.IGNORECASE)
+    return target[found.end() :] if found else target
 
 
 def client_request_id(scope: Scope) -> str | None:

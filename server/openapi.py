@@ -21,7 +21,7 @@ ERRORS = {
     408: "The time given was over before anything was generated",
     409: "Another body came with this Idempotency-Key before",
     413: "The body is too large",
-    415: "The body is not called application/json",
+    415: "The body is not called application/json, or is compressed",
     429: "The queue is full; see Retry-After",
     500: "The request could not be computed",
     503: "The server is ending; see Retry-After",

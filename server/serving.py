@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pagestream.engine import StartError
+from pagestream.server.http_protocol import EnvelopeProtocol
 from pagestream.server.settings import Tls
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def bind(host: str, port: int, slow_reader_timeout_s: float = 0.0) -> socket.soc
 
     Raises StartError.
     """
+    if not host:
+        raise StartError("--host must not be empty; 0.0.0.0 is every interface")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: only then does asyncio send small chunks at once (TCP_NODELAY) on what it accepts.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -110,7 +113,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             lifespan="on",
             # Not whatever happens to be installed: httptools puts no bound on a request's head, and answers other errors.
-            http="h11",
+            http=EnvelopeProtocol,
             loop="asyncio",
             timeout_keep_alive=KEEP_ALIVE_S,
             ws="none",

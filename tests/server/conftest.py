@@ -19,6 +19,7 @@ import uvicorn
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs
 from pagestream.server.app import create_app
+from pagestream.server.http_protocol import EnvelopeProtocol
 from pagestream.server.journal import Journal
 from pagestream.server.metrics import Metrics
 from pagestream.server.serving import bind
@@ -87,7 +88,8 @@ def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **sett
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
     app = create_app(engine, ServerSettings(**options), metrics, journal)
     bound = bind("127.0.0.1", 0, options.get("slow_reader_timeout_s", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(app, log_config=None, access_log=False, http=EnvelopeProtocol, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:

@@ -40,11 +40,16 @@ def test_version_and_models(live: Live):
     assert live.client.get("/v1/models/other/name").json() == body["data"][1]
 
 
-@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
-def test_probes_may_be_asked_without_a_body(live: Live, path):
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz", "/", "/version", "/metrics", "/v1/models", "/v1/models/m", "/openapi.json"])
+def test_whatever_is_got_may_be_asked_without_its_body(live: Live, path):
     response = live.client.head(path)
     assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["content-type"] == live.client.get(path).headers["content-type"]
     assert path not in [key for key, item in live.app.openapi()["paths"].items() if "head" in item]
+
+
+def test_the_head_of_an_endless_stream_is_not_waited_for(live: Live):
+    assert live.client.head("/v1/engine/events").status_code == 405
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/nothing")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 
 import pytest
@@ -42,6 +44,7 @@ def test_a_body_that_is_no_object_is_refused(live: Live, path, raw):
         b'{"model":"m",}',
         b"{'model':'m'}",
         b'\xff\xfe{"a":1}',
+        codecs.BOM_UTF8,
         b'{"model":"m","prompt":"\xc3"}',
         b'{"model":"m","prompt":"a\nb"}',
         b'{"seed":' + b"9" * 5000 + b"}",
@@ -253,6 +256,25 @@ def test_json_must_be_called_json(live: Live, kind):
     body = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 1}).encode()
     request = live.client.build_request("POST", COMPLETIONS, content=body, headers={} if kind is None else {"Content-Type": kind})
     assert refusal_of(live.client.send(request), 415)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip", "x"])
+def test_a_body_in_a_coding_is_refused_by_its_name(live: Live, coding):
+    raw = gzip.compress(b'{"model":"m","prompt":"Hello","max_tokens":1}')
+    response = live.raw(raw, **{"Content-Encoding": coding})
+    assert coding in refusal_of(response, 415)["message"]
+    assert response.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("coding", ["identity", ""])
+def test_a_body_as_it_is_may_say_so(live: Live, coding):
+    assert live.raw(b'{"model":"m","prompt":"Hello","max_tokens":1}', **{"Content-Encoding": coding}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_may_begin_with_the_mark_of_its_coding(live: Live, path):
+    body = {COMPLETIONS: b'"prompt":"Hello"', CHAT: b'"messages":[{"role":"user","content":"Hello"}]'}[path]
+    assert live.raw(codecs.BOM_UTF8 + b'{"model":"m","max_tokens":1,' + body + b"}", path).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
