@@ -14,7 +14,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ from pagestream.kernels.bench_cases import (
     quant_matmul_case,
     sampling_case,
 )
-from pagestream.kernels.compilation import NotedLaunch, launches_noted
+from pagestream.kernels.compilation import launches_noted
 from pagestream.kernels.gpu_timing import PARTS, gpu_report
 from pagestream.kernels.kv_format import is_quantised
 from pagestream.kernels.quant_matmul import COLS, PIECE_BYTES
-from pagestream.kernels.static_analysis import TARGETS, StaticFigures, figures_of, launches_compiled
+from pagestream.kernels.static_analysis import TARGETS, StaticFigures, compiled, figures_of
 
 
 def static_cases(arch: int | str) -> Iterator[tuple[str, Callable[[], Case], dict[str, float]]]:
@@ -77,13 +76,11 @@ def static_report(targets: Sequence[str] = ("sm_80", "sm_90", "sm_100", "gfx942"
             for label, make, loop_bytes in static_cases(TARGETS[target].arch):
                 make().run()
                 labels += [(label, loop_bytes)] * (len(launches) - len(labels))
-        num_threads = os.cpu_count() or 1
-        with launches_compiled(TARGETS[target]), ThreadPoolExecutor(num_threads) as pool:
-            kernels = list(pool.map(NotedLaunch.compile, launches))
+        kernels = compiled(launches, TARGETS[target])
         compile_s = time.perf_counter() - start
         for (label, loop_bytes), figures in zip(labels, figures_of(kernels), strict=True):
             rows.append(static_row(target, label, figures, loop_bytes.get(figures.name, 0.0)))
-        print(f"{target}: compiled in {compile_s:.1f} s by {num_threads} threads, less where Triton's cache had them")
+        print(f"{target}: compiled in {compile_s:.1f} s, less where Triton's cache had them")
     return rows
 
 

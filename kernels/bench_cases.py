@@ -6,6 +6,7 @@ MLP, a vocabulary of 128 256.  A case owns its tensors and can be run any number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from pagestream.kernels.sampling import SamplingTable, sample
 from pagestream.kernels.swiglu import swiglu
 
 HIDDEN, INTERMEDIATE, VOCAB = 4096, 14336, 128_256
+POOL_BYTES = 3 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,7 @@ def attention_case(
     )
     widths = [triton.cdiv(length, shape.block_size) for length in seq_lens]
     num_blocks = num_blocks or sum(widths)
-    pages = [
-        allocate_pages(num_blocks, shape.kv_heads, shape.block_size, shape.size, shape.cache_dtype, device) for _ in range(2)
-    ]
+    pages = [pages_of_a_pool(shape, num_blocks, device) for _ in range(2)]
     for page in pages:
         fill(page)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
@@ -97,6 +97,15 @@ def attention_case(
         shape.name, run, num_bytes=2 * sum(seq_lens) * shape.kv_heads * element + 4 * q.numel(),
         num_flops=4 * shape.heads * shape.size * visible,
     )  # fmt: skip
+
+
+def pages_of_a_pool(shape: AttentionShape, num_blocks: int, device: str) -> torch.Tensor:
+    """Pages of some blocks; without a GPU, in storage as large as a GPU's pool, which is part of what is compiled for some."""
+    if device != "cpu":
+        return allocate_pages(num_blocks, shape.kv_heads, shape.block_size, shape.size, shape.cache_dtype, device)
+    sizes = shape.kv_heads, shape.block_size, page_width(shape.size, shape.cache_dtype)
+    pool = torch.empty(POOL_BYTES // shape.cache_dtype.itemsize, dtype=shape.cache_dtype)  # the system backs what is written
+    return pool[: num_blocks * math.prod(sizes)].view(num_blocks, *sizes)
 
 
 def fill(page: torch.Tensor) -> None:

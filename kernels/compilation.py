@@ -18,8 +18,20 @@ from triton import knobs
 from triton.runtime.jit import JITFunction, MockTensor
 
 ALIGNMENT = 16  # bytes; pointers of that alignment are of another kind than others
+MOST_NEAR_BYTES = (1 << 31) - 1  # pointers into no more storage are of another kind too, on AMD's GPUs
 
 logger = logging.getLogger(__name__)
+
+
+class StandIn(MockTensor):
+    """What a kernel's compilation wants to know of a tensor that lies as tensors usually do."""
+
+    def __init__(self, tensor: Tensor):
+        super().__init__(tensor.dtype)
+        self.is_near = tensor.untyped_storage().nbytes() <= MOST_NEAR_BYTES
+
+    def ptr_range(self) -> int:  # type: ignore[override]
+        return 0 if self.is_near else MOST_NEAR_BYTES + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +46,7 @@ class NotedLaunch:
     @property
     def kind(self) -> str:
         """Launches of one kind need no compilation more than once; whole numbers count by what they are compiled in as."""
-        stand_ins = [argument.dtype if isinstance(argument, MockTensor) else kind_of(argument) for argument in self.args]
+        stand_ins = [kind_of(argument) for argument in self.args]
         return f"{id(self.kernel)} {stand_ins} {sorted(self.options.items())}"
 
     def compile(self) -> Any:
@@ -43,6 +55,8 @@ class NotedLaunch:
 
 
 def kind_of(argument: Any) -> Any:
+    if isinstance(argument, StandIn):
+        return f"{argument.dtype}, near: {argument.is_near}"
     if isinstance(argument, Tensor):
         return f"unaligned {argument.dtype}"
     if isinstance(argument, int) and not isinstance(argument, bool):
@@ -70,9 +84,8 @@ def launches_noted() -> Iterator[list[NotedLaunch]]:
 
 
 def stand_in(argument: Any) -> Any:
-    """The dtype is all that counts of a tensor that lies as tensors usually do."""
     if isinstance(argument, Tensor) and argument.data_ptr() % ALIGNMENT == 0:
-        return MockTensor(argument.dtype)
+        return StandIn(argument)
     return argument
 
 

@@ -9,11 +9,13 @@ b / (n w) * SMs * 4 schedulers * clock bytes per second, and Little's law bounds
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +26,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from pagestream.kernels.compilation import NotedLaunch
 
 H200_ISSUE_RATE = 132 * 4 * 1.755e9  # warp instructions a second
 H200_REGISTERS, H200_SHARED_BYTES, H200_WARPS = 65536, 228 * 1024, 64  # of an SM
@@ -60,7 +64,6 @@ class Launch:
 
     name: str
     kernel: Any  # triton's CompiledKernel
-    num_parameters: int
     fresh: bool  # it was compiled for this launch and not found among those of earlier ones
 
 
@@ -79,7 +82,7 @@ def launches_compiled(target: GPUTarget) -> Iterator[list[Launch]]:
             self.device_caches.clear()
         before = len(fresh)
         kernel = original(self, *args, grid=grid, warmup=True, **options)
-        launches.append(Launch(self.fn.__name__, kernel, len(self.params), len(fresh) > before))
+        launches.append(Launch(self.fn.__name__, kernel, len(fresh) > before))
         return kernel
 
     previous_hook = knobs.runtime.jit_post_compile_hook
@@ -95,6 +98,12 @@ def launches_compiled(target: GPUTarget) -> Iterator[list[Launch]]:
         driver._active = previous_driver
         for function in device_caches:
             function.device_caches.clear()
+
+
+def compiled(launches: Sequence[NotedLaunch], target: GPUTarget) -> list[Any]:
+    """Triton's CompiledKernel of each launch, by as many threads as there are cores."""
+    with launches_compiled(target), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(NotedLaunch.compile, launches))
 
 
 @dataclass(frozen=True, slots=True)

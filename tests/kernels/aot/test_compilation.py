@@ -23,7 +23,8 @@ from pagestream.engine.runner.warm_up import compile_kernels
 from pagestream.engine.sampling.kernel_chooser import KernelChooser
 from pagestream.engine.sampling.sampler import Sampler
 from pagestream.engine.watch import RequestWatch
-from pagestream.kernels.compilation import CompilationCounter, launches_noted
+from pagestream.kernels.compilation import CompilationCounter, compile_noted, launches_noted
+from pagestream.kernels.reshape_and_cache import reshape_and_cache
 from pagestream.kernels.static_analysis import TARGETS, launches_compiled
 from pagestream.kernels.transfer import Array, PinnedLink
 
@@ -123,6 +124,24 @@ def test_nothing_is_compiled_after_the_start(kv_dtype):
         assert counter.num_compiled == 0, {launch.name for launch in served if launch.fresh}
     assert {launch.name for launch in served} == {launch.name for launch in launches[:num_before]}
     assert len(served) > 300
+
+
+def test_a_pool_beyond_32_bits_is_compiled_for_as_such():
+    """Triton makes other kernels of AMD's for pointers into storage of more than 2 GiB, as every pool of a real GPU is."""
+
+    def write(pages: torch.Tensor) -> None:
+        heads = torch.zeros(2, 1, SIZE, dtype=torch.bfloat16)
+        reshape_and_cache(heads, heads, heads, pages, pages, torch.arange(2))
+
+    pool = torch.empty(3 << 29, dtype=torch.bfloat16)  # the system backs none of it with memory
+    far = pool[: 2 * BLOCK_SIZE * SIZE].view(2, 1, BLOCK_SIZE, SIZE)
+    with launches_compiled(TARGETS["gfx942"]) as launches:
+        with launches_noted() as noted:
+            write(far)
+        assert compile_noted(noted, 1, lambda: None) == 1
+        write(far)
+        write(torch.empty_like(far))
+    assert [launch.fresh for launch in launches] == [True, False, True]
 
 
 def test_the_counter_tells_of_what_was_forgotten(caplog):
