@@ -60,7 +60,7 @@ class DecodeGraph:
     num_rows: int
     inputs: Tensor  # bytes: the arrays of `step_arrays`, one after another
     replay: Callable[[], None]
-    logits: Tensor  # [num_rows, V] float32
+    logits: Tensor  # [num_rows, V] float32: the first rows of a place that all graphs share
     sampled: Sampled
 
 
@@ -104,6 +104,9 @@ class DecodeGraphs:
         self._device = device
         self._maker = maker or CudaGraphMaker()
         self._graphs: dict[int, DecodeGraph] = {}
+        # Of the step that was replayed last.  What a graph leaves in a place of its own is kept as long as the graph is, and tens of
+        # them would keep gigabytes.
+        self._logits = torch.empty(max_num_seqs, model.shape.vocab_size, dtype=torch.float32, device=device)
 
     def capture(self) -> None:
         """All batch sizes, the largest first, so that the others find their memory in its pool.  Before the first request."""
@@ -173,7 +176,8 @@ class DecodeGraphs:
 
         def work() -> tuple[Tensor, Sampled]:
             hidden = self._model.forward(input_ids, self._cache.layers, metadata)
-            logits = self._model.logits(hidden)
+            logits = self._logits[:num_rows]
+            logits.copy_(self._model.logits(hidden))
             return logits, sample(logits, table)
 
         work()  # compiles, and lets libraries allocate what they can't during a capture

@@ -148,6 +148,15 @@ def test_padding_changes_nothing(model):
     assert torch.isfinite(logits[0]).all()
 
 
+def test_graphs_share_one_place_for_their_logits(model):
+    """A place for each of 35 sizes would take 2 GB at a vocabulary of 128 256, which nobody has set aside."""
+    setup = Setup(model, with_graphs=True)
+    assert setup.graphs is not None
+    graphs = list(setup.graphs._graphs.values())
+    assert [graph.logits.shape[0] for graph in graphs] == [3, 2, 1]
+    assert len({graph.logits.data_ptr() for graph in graphs}) == 1
+
+
 def test_a_row_without_numbers_fails_alone(model):
     setup = Setup(model, with_graphs=True)
     run(setup, [1, 2], 0)
