@@ -251,6 +251,8 @@ def paged_attention(
         raise ValueError(f"q {tuple(q.shape)} does not fit pages {tuple(k_cache.shape)}")
     if q.stride(2) != 1 or q.stride(1) != head_size or q.stride(0) % 8:
         raise ValueError("the heads of a token must lie one after another, and tokens a multiple of 8 elements apart")
+    if num_tokens * q.stride(0) >= 1 << 31:
+        raise ValueError(f"{num_tokens} tokens {q.stride(0)} elements apart are more than the kernels address in 32 bits")
     if config.leaf % config.tile or config.rows < num_heads // num_kv_heads:
         raise ValueError(f"{config} does not fit {num_heads // num_kv_heads} heads per KV head")
     out = torch.empty(num_tokens, num_heads, head_size, dtype=q.dtype, device=q.device)

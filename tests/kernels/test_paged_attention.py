@@ -183,6 +183,7 @@ def test_q_may_be_a_slice_of_wider_rows():
         (lambda case: replace(case, q=case.q[:, :3]), "does not fit"),
         (lambda case: replace(case, q=case.q[..., :32].contiguous()), "does not fit"),
         (lambda case: replace(case, q=case.q.transpose(1, 2).contiguous().transpose(1, 2)), "one after another"),
+        (lambda case: replace(case, q=case.q.as_strided((1, 4, 64), (1 << 31, 64, 1))), "32 bits"),
         (lambda case: replace(case, v_cache=case.v_cache[1:]), "differ"),
         (lambda case: replace(case, k_cache=case.k_cache.transpose(2, 3).contiguous().transpose(2, 3)), "contiguous"),
     ],
