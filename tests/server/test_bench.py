@@ -14,7 +14,7 @@ from pagestream.server.bench.command import bench_serve, print_serve_table
 from pagestream.server.bench.comparison import ratio_rows
 from pagestream.server.bench.load import Objective, Outcome, Percentiles, summarise
 from pagestream.server.bench.workloads import arrivals_s, make_asks, read_asks
-from tests.server.test_cli import run
+from tests.server.command_line import complaint, run_here
 
 COMPARE = Path(__file__).parents[1] / "bench" / "compare.sh"
 
@@ -87,7 +87,7 @@ def test_a_server_under_load(live, tmp_path):
     asks.write_text('{"prompt": "one two", "max_tokens": 5}\n{"prompt": "three", "max_tokens": 5}\n')
     url = f"http://127.0.0.1:{live.port}/v1"
     load = ("--dataset", str(asks), "--concurrency", "2", "--rounds", "1", "--num-requests", "4")
-    done = run("bench", "serve", url, *load, "--json", str(figures))
+    done = run_here("bench", "serve", url, *load, "--json", str(figures))
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads(figures.read_text())
     assert entry["num_failed"] == 0
@@ -149,7 +149,7 @@ def test_ratios_are_the_firsts_to_each_other():
 
 def test_decode_steps_beside_their_floor(tiny_llama, tmp_path):
     figures = tmp_path / "figures.json"
-    done = run(
+    done = run_here(
         "bench", "latency", "--model", str(tiny_llama), "--batch-size", "2", "--output-tokens", "8", "--json", str(figures)
     )
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,4 @@ def test_decode_steps_beside_their_floor(tiny_llama, tmp_path):
     ],
 )
 def test_what_can_not_be_measured_says_so_in_one_line(arguments, named):
-    done = run("bench", *arguments)
-    assert done.returncode == 2
-    assert named in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert named in complaint("bench", *arguments)

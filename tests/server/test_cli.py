@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -17,24 +14,7 @@ from rich.text import Text
 
 from pagestream.server import command_line as command
 from pagestream.server.args import ENGINE_OPTIONS, count, gib
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pagestream.server", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | environment,
-    )
-
-
-def complaint(*arguments: str, **environment: str) -> str:
-    done = run(*arguments, **environment)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("pagestream: error: ")
-    return line
+from tests.server.command_line import complaint, run, run_here
 
 
 def test_version():
@@ -95,14 +75,14 @@ def test_the_environment_is_read_like_flags():
 
 def test_a_port_in_use_is_found_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = complaint("serve", "--port", str(taken.getsockname()[1]))
-    assert told.endswith("Address already in use; --port takes another")
+        told = run("serve", "--port", str(taken.getsockname()[1]))
+    assert told.returncode == 2
+    assert told.stderr.endswith("Address already in use; --port takes another\n")
 
 
 def test_openapi_is_written_to_a_file(tmp_path: Path):
-    done = run("openapi", "--output", str(tmp_path / "api.yaml"))
-    assert done.returncode == 0
-    assert (tmp_path / "api.yaml").read_text(encoding="utf-8") == run("openapi").stdout
+    assert run_here("openapi", "--output", str(tmp_path / "api.yaml")).returncode == 0
+    assert (tmp_path / "api.yaml").read_text(encoding="utf-8") == run_here("openapi").stdout
 
 
 # Ctrl-C as soon as something looks for this module.

@@ -1,24 +1,18 @@
 """`pagestream simulate` on the command line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "pagestream.server", "simulate", *arguments], capture_output=True, text=True, timeout=120
-    )
+from tests.server.command_line import complaint, run_here
 
 
 def test_generates_writes_and_replays_a_trace(tmp_path):
     path = str(tmp_path / "trace.jsonl")
     machine = ("--num-kv-blocks", "200", "--max-num-seqs", "8", "--step-s", "0.01", "--json")
-    made = run("--generate", "60", "--load", "0.9", "--seed", "2", "--write-trace", path, *machine)
+    made = run_here("simulate", "--generate", "60", "--load", "0.9", "--seed", "2", "--write-trace", path, *machine)
     assert made.returncode == 0, made.stderr
-    replayed = json.loads(run("--trace", path, *machine).stdout)
+    replayed = json.loads(run_here("simulate", "--trace", path, *machine).stdout)
     assert replayed == json.loads(made.stdout)
     assert replayed["num_finished"] == 60
     assert replayed["costs"]["step_s"] == 0.01
@@ -38,7 +32,4 @@ def test_generates_writes_and_replays_a_trace(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, word):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert word in done.stderr
+    assert word in complaint("simulate", *arguments)
