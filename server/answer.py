@@ -85,13 +85,14 @@ class Answer(ABC):
     object_name: str  # of a whole answer
     chunk_name: str  # of a stream's chunks
     id_prefix: str
+    is_journalled = True  # where there is a journal
 
-    def __init__(self, request: GenerationRequest, params: SamplingParams, model: str):
+    def __init__(self, request: GenerationRequest, params: SamplingParams):
         self.request = request
         self.params = params
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.model = model
+        self.model = request.model
         self.timeout_s = request.timeout_s  # None: no deadline
         self.take_lease: Callable[[], Lease] | None = None  # asks before admission whether its key may have it
         self.lease: Lease | None = None

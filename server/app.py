@@ -13,35 +13,21 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
-from pagestream.server import chat, completions, embeddings, health, models, parameters, responses, streams, tokenize
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
 from pagestream.server.key_limits import KeyLimits
-from pagestream.server.live import LiveFeed, add_live_route
-from pagestream.server.messages.route import count_tokens, create_message
-from pagestream.server.messages.wire import CountTokensRequest, MessagesRequest
+from pagestream.server.live import LiveFeed
 from pagestream.server.metrics import Metrics
 from pagestream.server.middleware import ApiKey, RequestContext
-from pagestream.server.openapi import (
-    Responses,
-    describe_answer,
-    describe_body,
-    describe_count,
-    describe_embeddings,
-    describe_errors,
-    describe_messages,
-    describe_response,
-    describe_stream,
-    with_request_schemas,
-)
+from pagestream.server.openapi import with_request_schemas
 from pagestream.server.pages import add_pages
-from pagestream.server.protocol import ChatRequest, CompletionRequest
-from pagestream.server.requests import add_request_route
-from pagestream.server.responses_api.route import create_response
-from pagestream.server.responses_api.wire import ResponsesRequest
+from pagestream.server.parameters import ENDPOINTS
+from pagestream.server.responses import ChatCompletionChunk
 from pagestream.server.restore import Restorer
+from pagestream.server.routes import add_routes
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswers
+from pagestream.server.state import ServerState
 from pagestream.server.tracing import TraceRequests, Tracing
 from pagestream.server.watchdog import Watchdog
 
@@ -58,6 +44,16 @@ def create_app(
     engine: AsyncLLMEngine, settings: ServerSettings, metrics: Metrics, journal: Journal | None = None
 ) -> FastAPI:
     """The application; its start starts the engine's loop, its end ends it.  The engine must already listen to `metrics`."""
+    state = ServerState(
+        engine=engine,
+        settings=settings,
+        metrics=metrics,
+        journal=journal,
+        key_limits=KeyLimits(settings.max_requests_per_key, settings.max_tokens_per_minute_per_key),
+        shared_answers=SharedAnswers(settings),
+        live=LiveFeed(engine),
+        created=int(time.time()),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -66,29 +62,22 @@ def create_app(
         watchdog.start()
         if journal is not None:
             engine.on_outputs = journal.outputs
-            restorer = Restorer(journal, engine, settings, app.state.shared_answers, metrics)
-            app.state.shared_answers.find_earlier = restorer.find
+            restorer = Restorer(state, journal)
+            state.shared_answers.find_earlier = restorer.find
             await restorer.resume_unfinished()
         try:
             yield
         finally:
             watchdog.stop()
             await engine.stop()
-            await app.state.shared_answers.close()
+            await state.shared_answers.close()
             if journal is not None:
                 journal.close()
             if metrics.tracing is not None:
                 await asyncio.to_thread(metrics.tracing.shutdown)
 
     app = bare_app(lifespan=lifespan)
-    app.state.engine = engine
-    app.state.settings = settings
-    app.state.metrics = metrics
-    app.state.journal = journal
-    app.state.key_limits = KeyLimits(settings.max_requests_per_key, settings.max_tokens_per_minute_per_key)
-    app.state.shared_answers = SharedAnswers(settings)
-    app.state.created = int(time.time())
-    app.state.live = LiveFeed(engine)
+    app.state.server = state
     metrics.watch(engine)
     if settings.ui:
         add_pages(app)
@@ -122,110 +111,5 @@ def bare_app(**options: Any) -> FastAPI:
     )
     add_routes(app)
     add_error_handlers(app)
-    with_request_schemas(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest, embeddings.EmbeddingRequest, tokenize.TokenizeRequest, tokenize.DetokenizeRequest, responses.ChatCompletionChunk)
+    with_request_schemas(app, *ENDPOINTS.values(), ChatCompletionChunk)
     return app
-
-
-def add_routes(app: FastAPI) -> None:
-    app.add_api_route(
-        "/v1/completions",
-        completions.create_completion,
-        methods=["POST"],
-        summary="Complete a prompt",
-        responses=describe_answer(responses.Completion, "Completion"),
-        openapi_extra=describe_body("CompletionRequest"),
-        tags=["generation"],
-    )
-    app.add_api_route(
-        "/v1/chat/completions",
-        chat.create_chat_completion,
-        methods=["POST"],
-        summary="Answer a conversation",
-        responses=describe_answer(responses.ChatCompletion, "ChatCompletionChunk"),
-        openapi_extra=describe_body("ChatRequest"),
-        tags=["generation"],
-    )
-    add_live_route(app)
-    add_request_route(app)
-    app.add_api_route(
-        "/v1/streams/{stream_id}",
-        streams.get_stream,
-        methods=["GET"],
-        summary="Go on with a resumable stream",
-        responses=describe_stream(),
-        tags=["generation"],
-    )
-    for path, create, answers, body, summary in (
-        ("/v1/messages", create_message, describe_messages(), "MessagesRequest", "Answer a conversation in Anthropic's shape"),
-        (
-            "/v1/messages/count_tokens", count_tokens, describe_count(), "CountTokensRequest",
-            "The tokens that a message's prompt would have",
-        ),
-        (
-            "/v1/responses", create_response, describe_response(), "ResponsesRequest",
-            "Answer a conversation in the shape of OpenAI's responses",
-        ),
-        ("/v1/embeddings", embeddings.create_embeddings, describe_embeddings(), "EmbeddingRequest", "Embeddings of texts"),
-    ):  # fmt: skip
-        app.add_api_route(
-            path,
-            create,
-            methods=["POST"],
-            summary=summary,
-            responses=answers,
-            openapi_extra=describe_body(body),
-            tags=["generation"],
-        )
-    no_key = describe_errors(401)
-    for path, door, shape, body, summary in (
-        ("/tokenize", tokenize.tokenize, responses.Tokens, "TokenizeRequest", "Token ids of a text or a conversation"),
-        ("/detokenize", tokenize.detokenize, responses.Detokenized, "DetokenizeRequest", "The text of token ids"),
-    ):
-        app.add_api_route(
-            path,
-            door,
-            methods=["POST"],
-            response_model=shape,
-            responses=describe_errors(400, 401, 404, 413, 415),
-            openapi_extra=describe_body(body),
-            summary=summary,
-            tags=["models"],
-        )
-    app.add_api_route(
-        "/v1/parameters",
-        parameters.get_parameters,
-        response_model=responses.Parameters,
-        responses=no_key,
-        summary="Every field of every request, with its range",
-        tags=["models"],
-    )
-    app.add_api_route(
-        "/v1/models",
-        models.list_models,
-        response_model=responses.ModelList,
-        responses=no_key,
-        summary="Served names",
-        tags=["models"],
-    )
-    app.add_api_route(
-        "/v1/models/{name:path}",
-        models.get_model,
-        response_model=responses.ModelCard,
-        responses=describe_errors(401, 404),
-        summary="One served name",
-        tags=["models"],
-    )
-    verdicts: Responses = {200: {"model": responses.Health}, 503: {"model": responses.Health, "description": "Not so"}}
-    for path, route, summary in (
-        ("/health", health.get_health, "Whether the server can serve"),
-        ("/livez", health.get_health, "Whether the process should live"),
-        ("/readyz", health.get_readiness, "Whether to send requests here"),
-    ):
-        app.add_api_route(path, route, responses=verdicts, summary=summary, tags=["operations"])
-    app.add_api_route(
-        "/version", health.get_version, response_model=responses.Version, summary="The server's version", tags=["operations"]
-    )
-    text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text format"}}
-    app.add_api_route(
-        "/metrics", health.get_metrics, responses=text, response_class=health.MetricsText, summary="Metrics", tags=["operations"]
-    )

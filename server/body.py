@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from pagestream.engine import InvalidRequest
 from pagestream.server.errors import HttpError
 from pagestream.server.fields import WireModel
+from pagestream.server.state import server_state
 
 MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 1 << 16  # arrays and objects; a parser makes so many in a tenth of a second, in which nobody else has a turn
@@ -34,23 +35,25 @@ Wire = TypeVar("Wire", bound=WireModel)
 Location = tuple[int | str, ...]
 
 
-async def read_body(request: Request, wire: type[Wire], max_body_bytes: int) -> Wire:
+async def read_body(http: Request, wire: type[Wire]) -> Wire:
     """The request's body as this wire type.
 
     Raises HttpError (413, 415), InvalidRequest, and starlette's ClientDisconnect where the client leaves meanwhile.
     """
     # One rule for all: JSON must be called JSON.  It also keeps other sites' pages off a local server, since a browser
     # sends this type across origins only after asking.
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(415, f"Content-Type must be application/json, not {kind[:40]!r}", code="unsupported_media_type")
-    coding = request.headers.get("content-encoding", "").strip().lower()
+    coding = http.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):  # a few bytes of these could become any number
         hint = {"Accept-Encoding": "identity"}
-        raise HttpError(415, f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is", code="unsupported_encoding", headers=hint)
-    raw = await read_limited(request, max_body_bytes)
-    if IDEMPOTENCY_KEY in request.headers:
-        request.state.body_digest = hashlib.sha256(raw).hexdigest()
+        raise HttpError(
+            415, f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is", code="unsupported_encoding", headers=hint
+        )
+    raw = await read_limited(http, server_state(http).settings.max_body_bytes)
+    if IDEMPOTENCY_KEY in http.headers:
+        http.state.body_digest = hashlib.sha256(raw).hexdigest()
     if len(raw) <= MAX_BYTES_ON_LOOP:
         return parse(raw, wire)
     return await asyncio.to_thread(parse, raw, wire)
@@ -70,15 +73,15 @@ def parse(raw: bytes, wire: type[Wire]) -> Wire:
     return checked
 
 
-async def read_limited(request: Request, max_body_bytes: int) -> bytes:
+async def read_limited(http: Request, max_body_bytes: int) -> bytes:
     too_large = HttpError(
         413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large", headers={"Connection": "close"}
     )
-    length = request.headers.get("content-length", "0")
+    length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_body_bytes:
         raise too_large
     body = bytearray()
-    async for piece in request.stream():
+    async for piece in http.stream():
         body += piece
         if len(body) > max_body_bytes:
             raise too_large

@@ -8,11 +8,10 @@ from fastapi import Request, Response
 
 from pagestream.engine import RequestOutput
 from pagestream.server.answer import Answer, Piece
-from pagestream.server.body import read_body
-from pagestream.server.generation import check_name, respond
+from pagestream.server.generation import read_request, respond
 from pagestream.server.logprobs import completion_logprobs
 from pagestream.server.protocol import CompletionRequest
-from pagestream.server.settings import ServerSettings
+from pagestream.server.state import server_state
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -23,8 +22,8 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     request: CompletionRequest
 
-    def __init__(self, request: CompletionRequest, engine: AsyncLLMEngine, model: str):
-        super().__init__(request, request.sampling_params(), model)
+    def __init__(self, request: CompletionRequest, engine: AsyncLLMEngine):
+        super().__init__(request, request.sampling_params())
         self.engine = engine
 
     @property
@@ -60,8 +59,5 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(http: Request) -> Response:
-    engine: AsyncLLMEngine = http.app.state.engine
-    settings: ServerSettings = http.app.state.settings
-    request = await read_body(http, CompletionRequest, settings.max_body_bytes)
-    check_name(request.model, settings)
-    return await respond(http, engine, settings, CompletionAnswer(request, engine, request.model), request.prompt, "prompt")
+    request = await read_request(http, CompletionRequest)
+    return await respond(http, CompletionAnswer(request, server_state(http).engine), request.prompt, "prompt")

@@ -15,11 +15,10 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from pagestream.engine import DeadlineExceeded, FinishReason, Pooling, RequestFailed, RequestOutput, SamplingParams
 from pagestream.server.answer import encode
-from pagestream.server.body import read_body
-from pagestream.server.fields import Flag, Real, Text, Whole, WireModel, as_prompts, prompt_schema
-from pagestream.server.generation import MAX_TIMEOUT_S, check_name, places_of, refuse_idempotency, time_limit_s, while_connected
+from pagestream.server.fields import Flag, ModelRequest, Real, Text, Whole, as_prompts, prompt_schema
+from pagestream.server.generation import MAX_TIMEOUT_S, places_of, read_request, refuse_idempotency, time_limit_s, while_connected
 from pagestream.server.key_limits import Lease, owner_of
-from pagestream.server.settings import ServerSettings
+from pagestream.server.state import server_state
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -35,7 +34,7 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingRequest(WireModel):
+class EmbeddingRequest(ModelRequest):
     """POST /v1/embeddings."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"dimensions": ()}
@@ -43,7 +42,6 @@ class EmbeddingRequest(WireModel):
         json_schema_extra={"example": {"model": "smollm2", "input": ["The sky is blue.", "The sea is deep."]}}
     )
 
-    model: Text = Field(description="A name that GET /v1/models lists.")
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = Field("float", description="base64: of little-endian float32.")
     pooling: Literal["mean", "last"] | None = Field(
@@ -64,14 +62,12 @@ class EmbeddingRequest(WireModel):
 
 
 async def create_embeddings(http: Request) -> Response:
-    engine: AsyncLLMEngine = http.app.state.engine
-    settings: ServerSettings = http.app.state.settings
-    request = await read_body(http, EmbeddingRequest, settings.max_body_bytes)
+    request = await read_request(http, EmbeddingRequest)
     refuse_idempotency(http)
-    check_name(request.model, settings)
+    state = server_state(http)
     http.state.answer_id = f"embd-{uuid.uuid4().hex}"
-    embeddings = Embeddings(request, http.state.answer_id, engine, time_limit_s(http, request.timeout_s))
-    lease = http.app.state.key_limits.take(owner_of(http, bool(settings.api_keys)))
+    embeddings = Embeddings(request, http.state.answer_id, state.engine, time_limit_s(http, request.timeout_s))
+    lease = state.key_limits.take(owner_of(http))
     return Response(await while_connected(http, embeddings.whole(lease)), media_type="application/json")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import (
     AllowInfNan,
@@ -52,6 +53,23 @@ class WireModel(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next(name for name in value if name not in known)
         return {name: value[name] for name in value if name in known or name == unknown}
+
+
+class ModelRequest(WireModel):
+    """A body that asks something of a model."""
+
+    model: Text = Field(description="A name that GET /v1/models lists.")
+
+
+class Written(Protocol):
+    """A part of a content, in whichever API's shape."""
+
+    text: str
+
+
+def joined(content: str | Sequence[Written] | None) -> str:
+    """A content of several parts is one text, of lines."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def at_most(number: int) -> BeforeValidator:

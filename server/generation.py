@@ -3,89 +3,78 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from pagestream.engine import Begun, InvalidRequest
 from pagestream.server.answer import Answer
-from pagestream.server.body import IDEMPOTENCY_KEY
+from pagestream.server.body import IDEMPOTENCY_KEY, read_body
 from pagestream.server.errors import json_response
-from pagestream.server.journal import Journal
-from pagestream.server.key_limits import KeyLimits, owner_of
-from pagestream.server.settings import ServerSettings
-from pagestream.server.shared import MAX_CHOICES, SharedAnswers, SharedStream, claim_of
-from pagestream.server.sse import AnswerStream
-
-if TYPE_CHECKING:
-    from pagestream.engine import AsyncLLMEngine
-
-log = logging.getLogger(__name__)
+from pagestream.server.fields import ModelRequest
+from pagestream.server.key_limits import owner_of
+from pagestream.server.shared import MAX_CHOICES, SharedStream, claim_of
+from pagestream.server.sse import AnswerStream, answer_bytes
+from pagestream.server.state import ServerState, server_state
 
 T = TypeVar("T")
+Asked = TypeVar("Asked", bound=ModelRequest)
+Prompts = Sequence[str | list[int]]
 
 MAX_TIMEOUT_S = 86400
 
 
-def check_name(name: str, settings: ServerSettings) -> None:
+async def read_request(http: Request, wire: type[Asked]) -> Asked:
+    """The body as this wire type, for a model that is served.  Raises as `read_body` and `check_name`."""
+    request = await read_body(http, wire)
+    check_name(http, request.model)
+    return request
+
+
+def check_name(http: Request, name: str) -> None:
     """Raises InvalidRequest (404) for a name that isn't served."""
-    if name not in settings.served_model_names:
-        raise unknown_model(name)
+    if name not in server_state(http).settings.served_model_names:
+        raise InvalidRequest(
+            f"the model {name[:100]!r} is not served here; GET /v1/models lists what is", param="model", code="model_not_found"
+        )
 
 
-def unknown_model(name: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"the model {name[:100]!r} is not served here; GET /v1/models lists what is", param="model", code="model_not_found"
-    )
-
-
-async def respond(
-    http: Request,
-    engine: AsyncLLMEngine,
-    settings: ServerSettings,
-    answer: Answer,
-    prompts: Sequence[str | list[int]],
-    param: str,
-) -> Response:
+async def respond(http: Request, answer: Answer, prompts: Prompts, param: str) -> Response:
     """Admit all prompts or none, then answer.  Until admission every failure is a plain status; the client may leave at any time.
 
     `param` is the field that the prompts came from.  Raises ClientError, EngineFault and ClientDisconnect.
     """
-    introduce(http, settings, answer)
-    request = answer.request
-    answers: SharedAnswers = http.app.state.shared_answers
-    journal: Journal | None = http.app.state.journal
-    if request.wants_resumable or IDEMPOTENCY_KEY in http.headers:
-        num_choices = len(prompts) * answer.params.n
-        return await respond_shared(
-            http, settings, answers, answer, lambda: admit(engine, answer, prompts, param, journal), num_choices
-        )
-    if request.stream:
-        await while_connected(http, admit(engine, answer, prompts, param, journal))
-        return AnswerStream(answer, settings)
-    return json_response(await while_connected(http, admitted_and_whole(engine, answer, prompts, param, journal)))
+    introduce(http, answer)
+    if answer.request.wants_resumable or IDEMPOTENCY_KEY in http.headers:
+        return await respond_shared(http, answer, prompts, param)
+    return await respond_alone(http, answer, prompts, param, answer_bytes(answer))
 
 
-async def admitted_and_whole(
-    engine: AsyncLLMEngine, answer: Answer, prompts: Sequence[str | list[int]], param: str, journal: Journal | None = None
-) -> dict[str, Any]:
-    await admit(engine, answer, prompts, param, journal)
-    return await answer.whole()
+async def respond_alone(http: Request, answer: Answer, prompts: Prompts, param: str, events: AsyncIterator[bytes]) -> Response:
+    """The response of an answer that ends with its connection; `events` are its stream's."""
+    state = server_state(http)
+
+    async def whole() -> dict[str, Any]:
+        await admit(state, answer, prompts, param)
+        return await answer.whole()
+
+    if answer.request.stream:
+        await while_connected(http, admit(state, answer, prompts, param))
+        return AnswerStream(answer, state.settings, events)
+    return json_response(await while_connected(http, whole()))
 
 
-def introduce(http: Request, settings: ServerSettings, answer: Answer) -> None:
+def introduce(http: Request, answer: Answer) -> None:
     """Give an answer what its request says besides the body: its place in the log, its deadline, and whose key pays for it.
 
     Raises InvalidRequest.
     """
     http.state.answer_id = answer.id
     answer.timeout_s = time_limit_s(http, answer.timeout_s)
-    limits: KeyLimits = http.app.state.key_limits
-    owner = owner_of(http, bool(settings.api_keys))
+    limits, owner = server_state(http).key_limits, owner_of(http)
     answer.take_lease = lambda: limits.take(owner)
 
 
@@ -99,29 +88,24 @@ def refuse_idempotency(http: Request) -> None:
         )
 
 
-async def respond_shared(
-    http: Request,
-    settings: ServerSettings,
-    answers: SharedAnswers,
-    answer: Answer,
-    admission: Callable[[], Awaitable[None]],
-    num_choices: int,
-) -> Response:
+async def respond_shared(http: Request, answer: Answer, prompts: Prompts, param: str) -> Response:
     """The response of an answer that outlives its connection: begun now, or begun earlier under the same Idempotency-Key."""
-    if answer.request.wants_resumable and num_choices > MAX_CHOICES:
+    state = server_state(http)
+    answers = state.shared_answers
+    if answer.request.wants_resumable and len(prompts) * answer.params.n > MAX_CHOICES:
         raise InvalidRequest(f"a resumable stream has at most {MAX_CHOICES} choices", param="stream_options.resumable")
     claim = claim_of(http)
     shared = answers.find_claimed(claim) if claim else None
     is_replayed = shared is not None
     if shared is None:
-        shared = answers.begin(answer, admission, claim)
+        shared = answers.begin(answer, lambda: admit(state, answer, prompts, param), claim)
     http.state.answer_id = shared.id
     headers = {"Idempotent-Replayed": "true"} if is_replayed else {}
     shared.attach()
     try:
         if answer.request.stream:
             await while_connected(http, shared.until_admitted())
-            return SharedStream(shared, settings, with_ids=answer.request.wants_resumable, headers=headers)
+            return SharedStream(shared, state.settings, with_ids=answer.request.wants_resumable, headers=headers)
         whole = await while_connected(http, shared.until_whole())
     except BaseException:
         shared.detach()
@@ -132,15 +116,9 @@ async def respond_shared(
     return Response(whole, headers=headers, media_type="application/json")
 
 
-async def admit(
-    engine: AsyncLLMEngine,
-    answer: Answer,
-    prompts: Sequence[str | list[int]],
-    param: str,
-    journal: Journal | None = None,
-    begun: Sequence[Begun] = (),
-) -> None:
+async def admit(state: ServerState, answer: Answer, prompts: Prompts, param: str, begun: Sequence[Begun] = ()) -> None:
     """Admit all prompts or none, and note them in the journal.  A stream can be resumed only once they are there."""
+    engine, journal = state.engine, state.journal if answer.is_journalled else None
     request = answer.request
     lease = None if answer.take_lease is None else answer.take_lease()
     try:

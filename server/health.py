@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request, Response
 
 from pagestream.server.errors import json_response
-from pagestream.server.metrics import Metrics
-from pagestream.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from pagestream.engine import AsyncLLMEngine
+from pagestream.server.state import server_state
 
 
 class MetricsText(Response):
@@ -27,17 +23,16 @@ def verdict(is_well: bool, well: str, ill: str) -> Response:
 
 async def get_health(http: Request) -> Response:
     """Whether the process can still serve: false only when it must be restarted.  A server that drains is well."""
-    engine: AsyncLLMEngine = http.app.state.engine
-    return verdict(not engine.is_dead, "ok", "the engine has ended")
+    return verdict(not server_state(http).engine.is_dead, "ok", "the engine has ended")
 
 
 async def get_readiness(http: Request) -> Response:
     """Whether new requests should be sent here: false from the first moment of a drain, and while steps do not end."""
-    engine: AsyncLLMEngine = http.app.state.engine
-    settings: ServerSettings = http.app.state.settings
+    state = server_state(http)
+    engine, limit_s = state.engine, state.settings.stall_timeout_s
     if engine.is_dead:
         return verdict(False, "ready", "the engine has ended")
-    if 0 < settings.stall_timeout_s < engine.stalled_s:
+    if 0 < limit_s < engine.stalled_s:
         return verdict(False, "ready", f"stalled: no step has ended for {engine.stalled_s:.0f} s")
     return verdict(engine.is_ready, "ready", "draining")
 
@@ -47,5 +42,4 @@ async def get_version(http: Request) -> dict[str, Any]:
 
 
 async def get_metrics(http: Request) -> Response:
-    metrics: Metrics = http.app.state.metrics
-    return MetricsText(metrics.exposition())
+    return MetricsText(server_state(http).metrics.exposition())

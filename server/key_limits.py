@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from pagestream.server.errors import HttpError, seconds
+from pagestream.server.state import server_state
 
 WINDOW_S = 60.0
 
@@ -74,9 +75,9 @@ def refusal(message: str, retry_after_s: float) -> HttpError:
     return HttpError(429, message, code="rate_limit_exceeded", headers={"Retry-After": seconds(retry_after_s)})
 
 
-def owner_of(http: Request, has_keys: bool) -> str:
+def owner_of(http: Request) -> str:
     """Who pays: the hash of the key that was let in."""
-    if not has_keys:
+    if not server_state(http).settings.api_keys:
         return ""
     key = http.headers.get("authorization") or http.headers.get("x-api-key", "")
     return hashlib.sha256(key.encode()).hexdigest()

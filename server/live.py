@@ -21,12 +21,12 @@ from dataclasses import asdict
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from sse_starlette import EventSourceResponse
 
 from pagestream.engine import EngineDead
-from pagestream.server.openapi import Responses, describe_errors
 from pagestream.server.sse import keep_alive
+from pagestream.server.state import server_state
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine, EngineView, LiveRequest
@@ -101,7 +101,7 @@ class Watcher:
         self._slot: bytes | None = None
         self._full: State | None = state  # what it is to get instead of a delta
         self._is_behind = True
-        self._is_ended = False
+        self._is_ended = False  # what is left may still be had
         self._news = asyncio.Event()
         if state is not None:
             self._news.set()
@@ -122,7 +122,8 @@ class Watcher:
     async def next_event(self) -> bytes | None:
         """None after the last."""
         await self._news.wait()
-        self._news.clear()
+        if not self._is_ended:
+            self._news.clear()
         if self._is_behind and self._full is not None:
             full, self._full, self._is_behind = self._full, None, False
             return encode_event("full", full)
@@ -202,24 +203,11 @@ def table_changes(old: tuple[tuple[int, ...], ...], new: tuple[tuple[int, ...], 
 
 async def get_engine_events(http: Request) -> Response:
     """The state of the engine, first whole and then as it changes."""
-    feed: LiveFeed = http.app.state.live
+    state = server_state(http)
     return EventSourceResponse(
-        feed.events(),
+        state.live.events(),
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        ping=http.app.state.settings.sse_keep_alive_interval_s,
+        ping=state.settings.sse_keep_alive_interval_s,
         ping_message_factory=keep_alive,
         sep="\n",
-    )
-
-
-def add_live_route(app: FastAPI) -> None:
-    stream = {"schema": {"type": "string", "description": "Events `data: {…}`: the whole state, then what has changed."}}
-    answers: Responses = {200: {"content": {"text/event-stream": stream}, "description": "Ten events a second at most"}}
-    app.add_api_route(
-        "/v1/engine/events",
-        get_engine_events,
-        responses=answers | describe_errors(401),
-        response_class=EventSourceResponse,
-        summary="The engine's blocks and requests, live",
-        tags=["operations"],
     )

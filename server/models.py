@@ -6,11 +6,12 @@ from typing import Any
 
 from fastapi import Request
 
-from pagestream.server.generation import unknown_model
+from pagestream.server.generation import check_name
+from pagestream.server.state import server_state
 
 
 def card(http: Request, name: str) -> dict[str, Any]:
-    state = http.app.state
+    state = server_state(http)
     return {
         "id": name,
         "object": "model",
@@ -23,11 +24,10 @@ def card(http: Request, name: str) -> dict[str, Any]:
 
 
 async def list_models(http: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [card(http, name) for name in http.app.state.settings.served_model_names]}
+    return {"object": "list", "data": [card(http, name) for name in server_state(http).settings.served_model_names]}
 
 
 async def get_model(http: Request, name: str) -> dict[str, Any]:
     """Raises InvalidRequest (404) for a name that isn't served."""
-    if name not in http.app.state.settings.served_model_names:
-        raise unknown_model(name)
+    check_name(http, name)
     return card(http, name)

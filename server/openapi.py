@@ -10,7 +10,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from pagestream.server.responses import AnthropicError, AnthropicMessage, EmbeddingList, ErrorEnvelope, ResponseObject, TokenCount
+from pagestream.server.messages.shapes import AnthropicError, AnthropicMessage, TokenCount
+from pagestream.server.responses import ChatCompletionChunk, Completion, EmbeddingList, ErrorEnvelope
+from pagestream.server.responses_api.shapes import ResponseObject
 
 SCHEMAS = "#/components/schemas/"
 
@@ -44,8 +46,12 @@ def describe_errors(*statuses: int, model: type[BaseModel] = ErrorEnvelope) -> R
     return {status: {"model": model, "description": ERRORS[status]} for status in statuses}
 
 
-def describe_body(schema: str) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": SCHEMAS + schema}}}}}
+def describe_body(wire: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference(wire)}}}}
+
+
+def reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": SCHEMAS + model.__name__}
 
 
 def describe_events(words: str, data: dict[str, Any], names: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -60,8 +66,8 @@ def describe_events(words: str, data: dict[str, Any], names: tuple[str, ...] = (
     return {"text/event-stream": {"schema": {"type": "string", "description": words}, "x-itemSchema": item}}
 
 
-def either(*schemas: str) -> dict[str, Any]:
-    return {"oneOf": [{"$ref": SCHEMAS + schema} for schema in schemas]}
+def either(*models: type[BaseModel]) -> dict[str, Any]:
+    return {"oneOf": [reference(model) for model in models]}
 
 
 def describe_generation(
@@ -71,9 +77,9 @@ def describe_generation(
     return {200: answer} | describe_errors(*sorted((400, 401, 404, 413, 415, 429, 500, 503, *statuses)), model=error)
 
 
-def describe_answer(whole: type[BaseModel], chunk: str) -> Responses:
-    words = f"Events `data: <{chunk}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
-    return describe_generation(whole, describe_events(words, either(chunk, "ErrorEnvelope")), 408, 409)
+def describe_answer(whole: type[BaseModel], chunk: type[BaseModel]) -> Responses:
+    words = f"Events `data: <{chunk.__name__}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
+    return describe_generation(whole, describe_events(words, either(chunk, ErrorEnvelope)), 408, 409)
 
 
 def describe_messages() -> Responses:
@@ -107,9 +113,15 @@ def describe_embeddings() -> Responses:
 def describe_stream() -> Responses:
     """Of a stream that goes on."""
     words = "The events after the one that Last-Event-ID names, as they were or come; each has an id."
-    events = describe_events(words, either("Completion", "ChatCompletionChunk", "ErrorEnvelope"))
+    events = describe_events(words, either(Completion, ChatCompletionChunk, ErrorEnvelope))
     told: Responses = {200: {"content": events, "description": "The rest of the stream"}}
     return told | {204: {"description": "The reader has had all of it"}} | describe_errors(400, 401, 404)
+
+
+def describe_live() -> Responses:
+    stream = {"schema": {"type": "string", "description": "Events `data: {…}`: the whole state, then what has changed."}}
+    told: Responses = {200: {"content": {"text/event-stream": stream}, "description": "Ten events a second at most"}}
+    return told | describe_errors(401)
 
 
 def with_request_schemas(app: FastAPI, *models: type[BaseModel]) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from fastapi import Request
 
+from pagestream.server.conversation import ChatRequest
 from pagestream.server.embeddings import EmbeddingRequest
 from pagestream.server.fields import WireModel
 from pagestream.server.messages.wire import CountTokensRequest, MessagesRequest
-from pagestream.server.protocol import ChatRequest, CompletionRequest
+from pagestream.server.protocol import CompletionRequest
 from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.tokenize import DetokenizeRequest, TokenizeRequest
 

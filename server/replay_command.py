@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pagestream.engine import Begun, EngineArgs, FinishReason, StartError
-from pagestream.server.journal import JournalledAnswer, check_file, load, read_engine_args
+from pagestream.server.journal_file import JournalledAnswer, check_file, load, read_engine_args, reading
 from pagestream.server.restore import rebuild
 from pagestream.server.settings import ServerSettings
 
@@ -32,7 +30,7 @@ def replay_command(
     record = load(journal, answer_id)
     if record is None:
         raise StartError(f"the journal {journal} has no answer {answer_id!r}")
-    with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?mode=ro", uri=True)) as database:
+    with reading(journal) as database:
         engine_args = EngineArgs.from_options(read_engine_args(database))
     from pagestream.engine import AsyncLLMEngine  # brings torch with it
 

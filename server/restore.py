@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from pagestream.engine import Begun, SamplingParams
 from pagestream.server.answer import Answer
 from pagestream.server.body import check
-from pagestream.server.chat import prepare
+from pagestream.server.chat import ChatAnswer, prepare
 from pagestream.server.completions import CompletionAnswer
+from pagestream.server.conversation import ChatRequest
 from pagestream.server.generation import admit
-from pagestream.server.journal import Journal, JournalledAnswer, JournalledRequest
-from pagestream.server.metrics import Metrics
-from pagestream.server.protocol import ChatRequest, CompletionRequest
+from pagestream.server.journal import Journal
+from pagestream.server.journal_file import JournalledAnswer, JournalledRequest
+from pagestream.server.protocol import CompletionRequest
 from pagestream.server.settings import ServerSettings
-from pagestream.server.shared import SharedAnswer, SharedAnswers
+from pagestream.server.shared import SharedAnswer
+from pagestream.server.state import ServerState
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -30,14 +32,9 @@ LEAST_TIMEOUT_S = 0.001  # of a deadline that has passed meanwhile: the answer e
 class Restorer:
     """Brings answers of the journal back among the shared ones."""
 
-    def __init__(
-        self, journal: Journal, engine: AsyncLLMEngine, settings: ServerSettings, answers: SharedAnswers, metrics: Metrics
-    ):
-        self._metrics = metrics
+    def __init__(self, state: ServerState, journal: Journal):
+        self._state = state
         self._journal = journal
-        self._engine = engine
-        self._settings = settings
-        self._answers = answers
 
     async def resume_unfinished(self) -> None:
         """At the start.  Each goes on for as long as a stream without a reader does; then it is ended."""
@@ -56,27 +53,27 @@ class Restorer:
         return await self._begin(record)
 
     async def _begin(self, record: JournalledAnswer) -> SharedAnswer:
-        answer = await rebuild(record, self._engine, self._settings)
-        if known := self._answers.known(record.id):  # two may ask at the same time
+        state = self._state
+        answer = await rebuild(record, state.engine, state.settings)
+        if known := state.shared_answers.known(record.id):  # two may ask at the same time
             return known
         begun = [begun_of(request, answer.params) for request in record.requests]
         prompts: list[str | list[int]] = [list(request.prompt_token_ids) for request in record.requests]
         param = "messages"
         if isinstance(answer.request, CompletionRequest):
             prompts, param = list(answer.request.prompt), "prompt"  # with its text, which may have to be echoed
-        self._metrics.resumptions["restart"].inc()
-        return self._answers.begin(answer, lambda: admit(self._engine, answer, prompts, param, self._journal, begun), None)
+        state.metrics.resumptions["restart"].inc()
+        return state.shared_answers.begin(answer, lambda: admit(state, answer, prompts, param, begun), None)
 
 
 async def rebuild(record: JournalledAnswer, engine: AsyncLLMEngine, settings: ServerSettings) -> Answer:
     """The answer as it was when its request came, under the same id."""
     answer: Answer
     if record.kind == CompletionAnswer.object_name:
-        completion = check(CompletionRequest, record.body)
-        answer = CompletionAnswer(completion, engine, completion.model)
+        answer = CompletionAnswer(check(CompletionRequest, record.body), engine)
     else:
         # Rendered again only to know how to read the answer: a template may look at the date, and the prompt is what it was.
-        answer, _ = await prepare(check(ChatRequest, record.body), engine, settings)
+        answer, _ = await prepare(ChatAnswer, check(ChatRequest, record.body), engine, settings)
     answer.id, answer.created = record.id, record.created
     if record.timeout_s is not None:
         answer.timeout_s = max(LEAST_TIMEOUT_S, record.timeout_s - (time.time() - record.at_s))

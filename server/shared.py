@@ -1,8 +1,6 @@
 """Answers that outlive their connection: streams that can be resumed, and requests that may be sent twice.
 
-Such an answer is computed by a task of its own.  Its events are kept, and any number of readers take them from wherever they
-stand.  An event's id is a position: how many events of each choice, and of what concerns all choices, its reader has had by then.
-So ids mean the same whatever order the choices' events came in, also when a restarted server computes the answer again.
+Such an answer is computed by a task of its own, and its events are kept in a log (see event_log.py).
 """
 
 from __future__ import annotations
@@ -11,8 +9,9 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from operator import gt
 
 from fastapi import Request
 
@@ -20,18 +19,15 @@ from pagestream.engine import InvalidRequest, Overloaded
 from pagestream.server.answer import Answer, encode
 from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import NO_RETRY, HttpError
+from pagestream.server.event_log import EventLog, Position
 from pagestream.server.settings import ServerSettings
-from pagestream.server.sse import Event, EventStream, answer_events
+from pagestream.server.sse import EventStream, answer_events
 
 log = logging.getLogger(__name__)
 
 MAX_KEY_CHARS = 255
 MAX_CHOICES = 32  # a position names each of them, in every event
 MAX_SHARED = 4096  # answers, whatever their size
-MAX_WRITE_BYTES = 1 << 16
-EVENT_BYTES = 150  # what an event costs besides its text
-
-Position = tuple[int, ...]  # events had, by lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +59,11 @@ class SharedAnswer:
         self.id = answer.id
         self.claim = claim
         self.is_done = self.has_failed = False
-        self.num_bytes = 0
+        self.events = EventLog()
         self._answer = answer
         self._owner = owner
-        self._log: list[Event] = []
         self._whole: bytes | None = None
         self._num_readers = 0
-        self._waiting: set[asyncio.Event] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._admission = asyncio.ensure_future(admission())
         self._task = asyncio.create_task(self._run(), name=f"answer {self.id}")
@@ -77,6 +71,10 @@ class SharedAnswer:
     @property
     def num_lanes(self) -> int:
         return self._answer.num_choices + 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.events.num_bytes + len(self._whole or b"")
 
     def waiting_comment(self) -> str:
         return self._answer.waiting_comment()
@@ -116,44 +114,11 @@ class SharedAnswer:
         assert self._whole is not None
         return self._whole
 
-    async def blocks(self, after: Position, *, with_ids: bool) -> AsyncIterator[bytes]:
-        """The events after a position, those that are there in one piece, then the others as they come."""
-        news = asyncio.Event()
-        self._waiting.add(news)
-        had = [0] * self.num_lanes
-        at = 0
-        try:
-            while True:
-                block = bytearray()
-                while at < len(self._log) and len(block) < MAX_WRITE_BYTES:
-                    event = self._log[at]
-                    at += 1
-                    had[event.lane] += 1
-                    if had[event.lane] > after[event.lane]:
-                        if with_ids:
-                            block += f"id: {'.'.join(str(max(pair)) for pair in zip(had, after, strict=True))}\n".encode()
-                        block += b"data: " + event.data.encode("ascii") + b"\n\n"
-                if block:
-                    yield bytes(block)
-                elif at == len(self._log):
-                    if self.is_done:
-                        return
-                    news.clear()
-                    await news.wait()
-        finally:
-            self._waiting.discard(news)
-
-    def _counts(self) -> list[int]:
-        counts = [0] * self.num_lanes
-        for event in self._log:
-            counts[event.lane] += 1
-        return counts
-
     def is_end(self, position: Position) -> bool:
-        return list(position) == self._counts()
+        return position == self.events.end(self.num_lanes)
 
     def is_beyond(self, position: Position) -> bool:
-        return any(had > count for had, count in zip(position, self._counts(), strict=True))
+        return any(map(gt, position, self.events.end(self.num_lanes)))
 
     # ---- the task ---------------------------------------------------------------------------------------------------
 
@@ -162,13 +127,10 @@ class SharedAnswer:
             await asyncio.shield(self._admission)
             if not self.is_stream:
                 self._whole = encode(await self._answer.whole()).encode("ascii")
-                self.num_bytes += len(self._whole)
                 return
             async for events in answer_events(self._answer):
-                self._log += events
-                self.num_bytes += sum(len(event.data) + EVENT_BYTES for event in events)
                 self.has_failed = self.has_failed or any(event.data.startswith('{"error"') for event in events)
-                self._tell()
+                self.events.add(events)
         except BaseException:
             self.has_failed = True
             raise
@@ -176,7 +138,7 @@ class SharedAnswer:
             self._answer.abort()
             self._admission.cancel()  # nothing, unless this task was ended while it waited for it
             self.is_done = True
-            self._tell()
+            self.events.close()
             self._owner.ended(self)
             if not self._num_readers:
                 self._start_timer(self._owner.settings.stream_keep_s)
@@ -186,10 +148,6 @@ class SharedAnswer:
         self._stop_timer()
         self._task.cancel()
         return self._task
-
-    def _tell(self) -> None:
-        for news in self._waiting:
-            news.set()
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()
@@ -281,16 +239,6 @@ class SharedAnswers:
             raise Overloaded("as many resumable and idempotent answers are kept as memory is set aside for", retry_after_s=5.0)
 
 
-def position_of(last_event_id: str | None, num_lanes: int) -> Position:
-    """Raises InvalidRequest for what can't be the id of an event of a stream with so many lanes."""
-    if last_event_id is None or last_event_id == "":
-        return (0,) * num_lanes
-    parts = last_event_id.split(".")
-    if len(parts) != num_lanes or not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts):
-        raise InvalidRequest("Last-Event-ID names no event of this stream", param="Last-Event-ID")
-    return tuple(map(int, parts))
-
-
 class SharedStream(EventStream):
     """The response of one reader, who must have been attached; detached at the end, however that comes."""
 
@@ -303,7 +251,7 @@ class SharedStream(EventStream):
         position: Position | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        blocks = shared.blocks(position or (0,) * shared.num_lanes, with_ids=with_ids)
+        blocks = shared.events.blocks(position or (0,) * shared.num_lanes, with_ids=with_ids)
         super().__init__(blocks, settings, shared.waiting_comment, is_bare=with_ids, headers=headers)
         self.shared = shared
 

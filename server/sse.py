@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagestream.engine import EngineError
 from pagestream.server.answer import Answer, encode
-from pagestream.server.errors import as_api_error
+from pagestream.server.errors import ApiError, as_api_error
 from pagestream.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -56,10 +56,15 @@ async def answer_events(answer: Answer) -> AsyncIterator[list[Event]]:
         if last:
             yield [Event(last_lane, f'{head},"choices":[],{encode(last)[1:]}')]
     except Exception as error:
-        answer.abort()  # at once: what else this request asked for must not run on while a slow reader takes the news
-        log.error("%s failed in its stream: %s", answer.id, error, exc_info=not isinstance(error, EngineError))
-        yield [Event(last_lane, encode(as_api_error(error).envelope()))]
+        yield [Event(last_lane, encode(broken_off(answer, error).envelope()))]
     yield [Event(last_lane, DONE)]
+
+
+def broken_off(answer: Answer, error: Exception) -> ApiError:
+    """End an answer whose stream has failed; returns what its reader is to be told."""
+    answer.abort()  # at once: what else this request asked for must not run on while a slow reader takes the news
+    log.error("%s failed in its stream: %s", answer.id, error, exc_info=not isinstance(error, EngineError))
+    return as_api_error(error)
 
 
 async def answer_bytes(answer: Answer) -> AsyncIterator[bytes]:
@@ -109,8 +114,8 @@ class EventStream(EventSourceResponse):
 class AnswerStream(EventStream):
     """The response of a streamed answer; whatever ends it, the answer's sequences are aborted in the same moment."""
 
-    def __init__(self, answer: Answer, settings: ServerSettings, body: AsyncIterator[bytes] | None = None):
-        super().__init__(answer_bytes(answer) if body is None else body, settings, answer.waiting_comment)
+    def __init__(self, answer: Answer, settings: ServerSettings, events: AsyncIterator[bytes]):
+        super().__init__(events, settings, answer.waiting_comment)
         self.answer = answer
 
     def release(self) -> None:

@@ -8,9 +8,9 @@ from fastapi import Header, Request, Response
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.errors import HttpError
-from pagestream.server.metrics import Metrics
-from pagestream.server.settings import ServerSettings
-from pagestream.server.shared import SharedAnswers, SharedStream, position_of
+from pagestream.server.event_log import position_of
+from pagestream.server.shared import SharedStream
+from pagestream.server.state import server_state
 
 
 async def get_stream(
@@ -20,9 +20,8 @@ async def get_stream(
         str | None, Header(alias="Last-Event-ID", description="The id of the last event that arrived; without it, all events.")
     ] = None,
 ) -> Response:
-    settings: ServerSettings = http.app.state.settings
-    answers: SharedAnswers = http.app.state.shared_answers
-    shared = await answers.find(stream_id)
+    state = server_state(http)
+    shared = await state.shared_answers.find(stream_id)
     if shared is None:
         raise HttpError(
             404, "no such stream: it never was resumable, or is not kept any more", param="stream_id", code="stream_not_found"
@@ -40,6 +39,5 @@ async def get_stream(
     if shared.is_done and shared.is_end(position):
         shared.detach()
         return Response(status_code=204)  # tells a browser not to come back
-    metrics: Metrics = http.app.state.metrics
-    metrics.resumptions["reader"].inc()
-    return SharedStream(shared, settings, position=position)
+    state.metrics.resumptions["reader"].inc()
+    return SharedStream(shared, state.settings, position=position)

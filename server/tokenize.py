@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from fastapi import Request
 from pydantic import Field, model_validator
 
 from pagestream.engine import InvalidRequest
-from pagestream.server.body import check, read_body
-from pagestream.server.chat import prepare
-from pagestream.server.fields import Count, Flag, Several, Text, WireModel
-from pagestream.server.generation import check_name
-from pagestream.server.protocol import ChatRequest, Message
-from pagestream.server.settings import ServerSettings
+from pagestream.server.body import check
+from pagestream.server.chat import ChatAnswer, prepare
+from pagestream.server.conversation import ChatRequest, Message
+from pagestream.server.fields import Count, Flag, ModelRequest, Several, Text
+from pagestream.server.generation import read_request
+from pagestream.server.state import server_state
 from pagestream.server.tools.wire import MAX_TOOLS, Tool
-
-if TYPE_CHECKING:
-    from pagestream.engine import AsyncLLMEngine
-
 
 OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(ModelRequest):
     """A prompt, or the messages of a conversation as the model's template shows them."""
 
-    model: Text
     prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
     add_special_tokens: Flag | None = Field(None, description="Default: true for a prompt, false for messages.")
@@ -51,19 +46,16 @@ class TokenizeRequest(WireModel):
         return check(ChatRequest, self.model_dump(include={"model", "messages", *OF_MESSAGES}, exclude_unset=True))
 
 
-class DetokenizeRequest(WireModel):
-    model: Text
+class DetokenizeRequest(ModelRequest):
     tokens: Several[Count]
 
 
 async def tokenize(http: Request) -> dict[str, Any]:
-    engine: AsyncLLMEngine = http.app.state.engine
-    settings: ServerSettings = http.app.state.settings
-    request = await read_body(http, TokenizeRequest, settings.max_body_bytes)
-    check_name(request.model, settings)
-    text = request.prompt
+    request = await read_request(http, TokenizeRequest)
+    state = server_state(http)
+    engine, text = state.engine, request.prompt
     if request.messages is not None:
-        _, text = await prepare(request.as_chat(), engine, settings)
+        _, text = await prepare(ChatAnswer, request.as_chat(), engine, state.settings)
 
     def encode() -> dict[str, Any]:
         default = request.messages is None
@@ -76,12 +68,10 @@ async def tokenize(http: Request) -> dict[str, Any]:
 
 
 async def detokenize(http: Request) -> dict[str, Any]:
-    engine: AsyncLLMEngine = http.app.state.engine
-    settings: ServerSettings = http.app.state.settings
-    request = await read_body(http, DetokenizeRequest, settings.max_body_bytes)
-    check_name(request.model, settings)
-    size = engine.tokenizer.vocab_size
+    request = await read_request(http, DetokenizeRequest)
+    tokenizer = server_state(http).engine.tokenizer
+    size = tokenizer.vocab_size
     if any(token_id >= size for token_id in request.tokens):
         raise InvalidRequest(f"tokens holds an id outside the vocabulary, whose ids go from 0 to {size - 1}", param="tokens")
-    text = await asyncio.to_thread(engine.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
     return {"prompt": text}

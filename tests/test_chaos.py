@@ -205,7 +205,7 @@ def settle(live: Live) -> None:
 
 
 def shared_of(live: Live) -> dict[str, Any]:
-    return live.app.state.shared_answers._by_id  # type: ignore[attr-defined]
+    return live.app.state.server.shared_answers._by_id  # type: ignore[attr-defined]
 
 
 def run_chaos(live: Live, seconds: float, seed: int) -> None:
@@ -214,7 +214,7 @@ def run_chaos(live: Live, seconds: float, seed: int) -> None:
     admit = engine._admit  # type: ignore[attr-defined]
     engine._admit = lambda request: (admitted.append(request.request_id), admit(request))[1]  # type: ignore[attr-defined]
     ended: list[str] = []
-    metrics = live.app.state.metrics
+    metrics = live.app.state.server.metrics
     count_end = metrics.request_finished
     metrics.request_finished = lambda stats: (ended.append(stats.request_id), count_end(stats))[1]
     solo = []

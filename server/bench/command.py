@@ -19,8 +19,10 @@ from pagestream.engine import EngineArgs, StartError
 from pagestream.server.bench.comparison import Contestant, check_names, ratio_rows, read_contestant
 from pagestream.server.bench.load import Objective, Summary, run_round
 from pagestream.server.bench.workloads import WORKLOADS, make_asks, read_asks
+from pagestream.server.commands.client import DEFAULT_URL as SERVER_URL
+from pagestream.server.commands.client import connected, first_model
 
-DEFAULT_URL = "http://127.0.0.1:8000/v1"
+DEFAULT_URL = f"{SERVER_URL}/v1"
 REST_S = 2.0  # of several servers: one's threads may wait busily for a second after its last answer, and would slow the next down
 
 bench = typer.Typer(help="Measure a running server, or the engine in this process.", no_args_is_help=True)
@@ -62,7 +64,7 @@ def bench_serve(
         check_plotting()
     named = [read_contestant(text) for text in urls or [DEFAULT_URL]]
     check_names([name for name, _ in named])
-    servers = [Contestant(name, url, model or first_model(url, api_key)) for name, url in named]
+    servers = [Contestant(name, url, model or model_at(url, api_key)) for name, url in named]
     objective = Objective(seconds(ttft_objective_ms), seconds(itl_objective_ms))
     table: list[dict[str, Any]] = []
     for at_once in [None] if rate is not None else concurrency or [1, 8, 32]:
@@ -149,15 +151,10 @@ def seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def first_model(url: str, api_key: str | None) -> str:
+def model_at(url: str, api_key: str | None) -> str:
     """Raises StartError if nobody answers there."""
-    import httpx
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        return httpx.get(url + "/models", headers=headers, timeout=10).raise_for_status().json()["data"][0]["id"]
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise StartError(f"{url}/models gives no model: {error}") from None
+    with connected(url, api_key) as client:
+        return first_model(client)
 
 
 def median_of(summaries: list[Summary]) -> dict[str, Any]:

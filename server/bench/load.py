@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 import httpx
 
 from pagestream.server.bench.workloads import Ask, arrivals_s
+from pagestream.server.commands.client import headers_for
 
 TIMEOUT_S = 900
 
@@ -87,8 +88,8 @@ async def run_round(
     """Send all of them, so many at a time or at so many a second; exactly one of the two is given.  url ends in /v1."""
     gate = asyncio.Semaphore(concurrency or len(asks))
     due_s = [0.0] * len(asks) if rate is None else arrivals_s(len(asks), rate, seed)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None), headers=headers) as client:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, headers=headers_for(api_key)) as client:
 
         async def send(ask: Ask, wait_s: float) -> Outcome:
             await asyncio.sleep(wait_s)

@@ -46,8 +46,12 @@ def refusal(response: httpx.Response) -> str:
 
 
 def first_model(client: httpx.Client) -> str:
+    """Raises StartError where the server lists none."""
     response = client.get("/v1/models").raise_for_status()
-    return response.json()["data"][0]["id"]
+    try:
+        return response.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise StartError(f"{client.base_url} lists no model") from None
 
 
 def stream(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:

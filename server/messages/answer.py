@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
-from pagestream.engine import EngineError
-from pagestream.server.answer import Piece, encode, fold_pieces
-from pagestream.server.chat import ShapedAnswer, finish_reason
-from pagestream.server.errors import as_api_error
-from pagestream.server.tools.reply import Part, ReplyReader
-
-log = logging.getLogger(__name__)
+from pagestream.server.answer import Piece
+from pagestream.server.chat import finish_reason, parts_of
+from pagestream.server.errors import ApiError
+from pagestream.server.shaped import NamedEvent, ShapedAnswer
+from pagestream.server.tools.reply import Part
 
 BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
-
-
-def event(name: str, **fields: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + encode({"type": name, **fields}).encode("ascii") + b"\n\n"
 
 
 def start_of(part: Part) -> dict[str, Any]:
@@ -42,10 +35,8 @@ def delta_of(part: Part) -> dict[str, Any]:
 class MessagesAnswer(ShapedAnswer):
     id_prefix = "msg"
     names = {"response_format": "output_config.format"}
-
-    def message(self, content: list[dict[str, Any]], stop: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
-        return {**head, "content": content, **stop, "usage": usage}
+    _block: dict[str, Any] | None = None  # the content block that grows, and
+    _at = -1  # its place
 
     def counts(self) -> dict[str, Any]:
         """Anthropic counts the cached part of a prompt apart from the rest."""
@@ -58,60 +49,59 @@ class MessagesAnswer(ShapedAnswer):
             "output_tokens": usage["completion_tokens"],
         }
 
-    def stop_of(self, piece: Piece, reader: ReplyReader | None) -> dict[str, Any]:
+    def stop_of(self, piece: Piece) -> dict[str, Any]:
         """A stop string that ended the answer has a reason and a field of its own."""
         is_stop_string = piece.finish_reason == "stop" and isinstance(piece.stop_reason, str)
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-        reason = "stop_sequence" if is_stop_string else reasons[finish_reason(piece, reader) or "stop"]
+        reason = "stop_sequence" if is_stop_string else reasons[finish_reason(piece, self.reader) or "stop"]
         return {"stop_reason": reason, "stop_sequence": piece.stop_reason if is_stop_string else None}
 
-    async def whole(self) -> dict[str, Any]:
-        found: list[Piece] = []
-        try:
-            async for pieces in self.pieces():
-                found += pieces
-        finally:
-            self.abort()
-        piece, reader = fold_pieces(found), self._make_reader()
+    def opening(self) -> list[NamedEvent]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        message: dict[str, Any] = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self.counts()}
+        return [("message_start", {"message": message})]
+
+    def told(self, piece: Piece) -> Iterator[NamedEvent]:
+        for part in parts_of(piece, self.reader):
+            if is_new_block(part, self._block):
+                yield from self._end_block()
+                self._block, self._at = start_of(part), self._at + 1
+                yield "content_block_start", {"index": self._at, "content_block": self._block}
+            if part.text:
+                yield "content_block_delta", {"index": self._at, "delta": delta_of(part)}
+        if piece.finish_reason is not None:
+            yield from self._end_block()
+            yield "message_delta", {"delta": self.stop_of(piece), "usage": self.counts()}
+            yield "message_stop", {}
+
+    def _end_block(self) -> Iterator[NamedEvent]:
+        if self._block is not None:
+            yield "content_block_stop", {"index": self._at}
+
+    def failure(self, error: ApiError) -> NamedEvent:
+        return "error", error.anthropic_envelope()
+
+    def fold(self, events: list[NamedEvent]) -> dict[str, Any]:
+        message: dict[str, Any] = {}
         blocks: list[dict[str, Any]] = []
         texts: list[str] = []
-        for part in self.parts(piece, reader):
-            if is_new_block(part, blocks[-1] if blocks else None):
-                blocks.append(start_of(part))
-                texts.append("")
-            texts[-1] += part.text
+        for name, fields in events:
+            match name:
+                case "message_start":
+                    message = fields["message"]
+                case "content_block_start":
+                    blocks.append(fields["content_block"])
+                    texts.append("")
+                case "content_block_delta":
+                    texts[-1] += next(text for key, text in fields["delta"].items() if key != "type")
+                case "message_delta":
+                    message |= {**fields["delta"], "usage": fields["usage"]}
         for block, text in zip(blocks, texts, strict=True):
             if block["type"] == "tool_use":
                 block["input"] = as_input(text)
             else:
                 block[block["type"]] = text
-        return self.message(blocks, self.stop_of(piece, reader), self.counts())
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The whole stream.  A failure becomes an event `error`; the message then has no end."""
-        reader, block, num_blocks = self._make_reader(), None, 0
-        yield event("message_start", message=self.message([], {"stop_reason": None, "stop_sequence": None}, self.counts()))
-        try:
-            async for pieces in self.pieces():
-                written = b""
-                for piece in pieces:
-                    for part in self.parts(piece, reader):
-                        if is_new_block(part, block):
-                            written += b"" if block is None else event("content_block_stop", index=num_blocks - 1)
-                            block, num_blocks = start_of(part), num_blocks + 1
-                            written += event("content_block_start", index=num_blocks - 1, content_block=block)
-                        if part.text:
-                            written += event("content_block_delta", index=num_blocks - 1, delta=delta_of(part))
-                    if piece.finish_reason is not None:
-                        written += b"" if block is None else event("content_block_stop", index=num_blocks - 1)
-                        written += event("message_delta", delta=self.stop_of(piece, reader), usage=self.counts())
-                if written:
-                    yield written
-            yield event("message_stop")
-        except Exception as error:
-            self.abort()
-            log.error("%s failed in its stream: %s", self.id, error, exc_info=not isinstance(error, EngineError))
-            yield event("error", **as_api_error(error).anthropic_envelope())
+        return message | {"content": blocks}
 
 
 def is_new_block(part: Part, block: dict[str, Any] | None) -> bool:

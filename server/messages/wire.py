@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
-from pagestream.server.fields import Count, Flag, Real, Several, Text, Whole, WireModel
-from pagestream.server.protocol import ChatRequest
+from pagestream.server.conversation import ChatRequest
+from pagestream.server.fields import Count, Flag, Real, Several, Text, Whole, WireModel, joined
 from pagestream.server.tools.wire import MAX_TOOLS, NAME
 
 
@@ -75,10 +75,6 @@ class Turn(WireModel):
             turn |= {"tool_calls": calls} if calls else {}
             turns.append(turn | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
         return turns
-
-
-def joined(content: str | list[TextBlock] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
 class MessagesTool(Block):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
-from pagestream.engine import EngineError
-from pagestream.server.answer import encode
-from pagestream.server.chat import ShapedAnswer
-from pagestream.server.errors import as_api_error
+from pagestream.server.answer import Piece
+from pagestream.server.chat import parts_of
+from pagestream.server.errors import ApiError
 from pagestream.server.responses_api.wire import ResponsesRequest
+from pagestream.server.shaped import NamedEvent, ShapedAnswer
 from pagestream.server.tools.reply import Part
-
-log = logging.getLogger(__name__)
 
 
 class Item:
@@ -84,65 +81,46 @@ class ResponseAnswer(ShapedAnswer):
             "user": asked.user,
         }
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The whole stream; a failure ends it with response.failed."""
-        number = 0
-        async for name, fields in self.told():
-            yield f"event: {name}\ndata: {encode({'type': name, 'sequence_number': number, **fields})}\n\n".encode("ascii")
-            number += 1
+    def opening(self) -> list[NamedEvent]:
+        self._items: list[Item] = []
+        response = self.response("in_progress", [])
+        return [("response.created", {"response": response}), ("response.in_progress", {"response": response})]
 
-    async def told(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        reader, items = self._make_reader(), list[Item]()
-        yield "response.created", {"response": self.response("in_progress", [])}
-        yield "response.in_progress", {"response": self.response("in_progress", [])}
-        try:
-            async for pieces in self.pieces():
-                for piece in pieces:
-                    for part in self.parts(piece, reader):
-                        if not items or not items[-1].takes(part):
-                            for event in ended(items, "completed"):
-                                yield event
-                            items.append(Item(part))
-                            for event in begun(items):
-                                yield event
-                        if part.text:
-                            items[-1].text += part.text
-                            yield delta(items, part.text)
-                    if piece.finish_reason is not None:
-                        status = "incomplete" if piece.finish_reason == "length" else "completed"
-                        for event in ended(items, status):
-                            yield event
-                        yield f"response.{status}", {"response": self.response(status, items)}
-        except Exception as error:
-            self.abort()
-            log.error("%s failed in its stream: %s", self.id, error, exc_info=not isinstance(error, EngineError))
-            told = as_api_error(error)
-            failure = {"code": "server_error", "message": told.envelope()["error"]["message"]}
-            yield "response.failed", {"response": self.response("failed", items, error=failure)}
+    def told(self, piece: Piece) -> Iterator[NamedEvent]:
+        items = self._items
+        for part in parts_of(piece, self.reader):
+            if not items or not items[-1].takes(part):
+                yield from ended(items, "completed")
+                items.append(Item(part))
+                yield from begun(items)
+            if part.text:
+                items[-1].text += part.text
+                yield delta(items, part.text)
+        if piece.finish_reason is not None:
+            status = "incomplete" if piece.finish_reason == "length" else "completed"
+            yield from ended(items, status)
+            yield f"response.{status}", {"response": self.response(status, items)}
 
-    async def whole(self) -> dict[str, Any]:
-        """What the last event of the stream holds.  Raises EngineFault."""
-        reader, items = self._make_reader(), list[Item]()
-        status = "completed"
-        try:
-            async for pieces in self.pieces():
-                for piece in pieces:
-                    for part in self.parts(piece, reader):
-                        if not items or not items[-1].takes(part):
-                            items.append(Item(part))
-                        items[-1].text += part.text
-                    if piece.finish_reason == "length":
-                        status = "incomplete"
-        finally:
-            self.abort()
-        return self.response(status, items)
+    def failure(self, error: ApiError) -> NamedEvent:
+        told = {"code": "server_error", "message": error.envelope()["error"]["message"]}
+        return "response.failed", {"response": self.response("failed", self._items, error=told)}
+
+    def fold(self, events: list[NamedEvent]) -> dict[str, Any]:
+        """The last event holds it."""
+        _, fields = events[-1]
+        return fields["response"]
+
+    def encoded(self, event: NamedEvent, number: int) -> bytes:
+        name, fields = event
+        return super().encoded((name, {"sequence_number": number, **fields}), number)
 
 
 def place(items: list[Item]) -> dict[str, Any]:
     return {"item_id": items[-1].id, "output_index": len(items) - 1}
 
 
-def begun(items: list[Item]) -> list[tuple[str, dict[str, Any]]]:
+def begun(items: list[Item]) -> list[NamedEvent]:
+    """The beginning of the last item."""
     item = items[-1]
     events = [("response.output_item.added", {"output_index": len(items) - 1, "item": item.shown("in_progress")})]
     if item.kind != "call":
@@ -150,7 +128,7 @@ def begun(items: list[Item]) -> list[tuple[str, dict[str, Any]]]:
     return events
 
 
-def delta(items: list[Item], text: str) -> tuple[str, dict[str, Any]]:
+def delta(items: list[Item], text: str) -> NamedEvent:
     if items[-1].kind == "call":
         return "response.function_call_arguments.delta", {**place(items), "delta": text}
     if items[-1].kind == "reasoning":
@@ -158,12 +136,12 @@ def delta(items: list[Item], text: str) -> tuple[str, dict[str, Any]]:
     return "response.output_text.delta", {**place(items), "content_index": 0, "delta": text, "logprobs": []}
 
 
-def ended(items: list[Item], status: str) -> list[tuple[str, dict[str, Any]]]:
+def ended(items: list[Item], status: str) -> list[NamedEvent]:
     """The end of the last item, if there is one."""
     if not items:
         return []
     item, at = items[-1], place(items)
-    events: list[tuple[str, dict[str, Any]]] = []
+    events: list[NamedEvent] = []
     if item.kind == "call":
         events.append(("response.function_call_arguments.done", {**at, "name": item.name, "arguments": item.text}))
     else:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import Request, Response
 
 from pagestream.server.body import read_body
-from pagestream.server.chat import respond_as
 from pagestream.server.responses_api.answer import ResponseAnswer
 from pagestream.server.responses_api.wire import ResponsesRequest
+from pagestream.server.shaped import respond_as
 
 
 async def create_response(http: Request) -> Response:
-    request = await read_body(http, ResponsesRequest, http.app.state.settings.max_body_bytes)
+    request = await read_body(http, ResponsesRequest)
     return await respond_as(http, ResponseAnswer, request, request.as_chat(), "input")

@@ -8,8 +8,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
-from pagestream.server.fields import Count, Flag, Real, Several, Text, WireModel, at_most
-from pagestream.server.protocol import ChatRequest
+from pagestream.server.conversation import ChatRequest
+from pagestream.server.fields import Count, Flag, ModelRequest, Real, Several, Text, WireModel, at_most, joined
 from pagestream.server.tools.wire import MAX_TOOLS, NAME
 
 
@@ -28,8 +28,7 @@ class InputMessage(WireModel):
     status: Text | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+        return {"role": self.role, "content": joined(self.content)}
 
 
 class FunctionCall(WireModel):
@@ -107,7 +106,7 @@ class TextOptions(WireModel):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(WireModel):
+class ResponsesRequest(ModelRequest):
     """POST /v1/responses."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -133,7 +132,6 @@ class ResponsesRequest(WireModel):
     }
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": "Name a fruit.", "max_output_tokens": 32}})
 
-    model: Text = Field(description="A name that GET /v1/models lists.")
     input: Text | Several[Item] = Field(min_length=1)
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: Count | None = Field(None, ge=1, description="Without it, what the context has room for.")

@@ -50,12 +50,12 @@ class ReplyPlan:
             return {"messages": [{**first, "content": f"{first['content']}\n\n{told}"}, *rest]}
         return {"messages": [{"role": "system", "content": told}, *messages]}
 
-    def reader(self, prompt: str) -> ReplyReader | None:
-        """For one answer to this prompt; None where its text is its content."""
+    def reader(self, prompt: str) -> ReplyReader:
+        """For one answer to this prompt."""
         reasoning = ReasoningReader(starts_inside=prompt.rstrip().endswith(THINK)) if self.may_reason else None
         names = frozenset(tool.function.name for tool in self.tools)
         calls = CallReader(self.syntax, names, starts_inside=self.is_forced and bool(self.syntax.first)) if names else None
-        return None if reasoning is None and calls is None else ReplyReader(reasoning, calls)
+        return ReplyReader(reasoning, calls)
 
     def reasoning_counter(self, prompt: str, decode: Callable[[Sequence[int]], str]) -> ReasoningCounter | None:
         """For one answer to this prompt; None where it can't hold any reasoning.  `decode` shows special tokens."""

@@ -13,9 +13,10 @@ import pytest
 import typer
 
 from pagestream.server import command_line as command
+from pagestream.server.conversation import ChatRequest
 from pagestream.server.metrics import Metrics
 from pagestream.server.parameters import describe
-from pagestream.server.protocol import ChatRequest, CompletionRequest
+from pagestream.server.protocol import CompletionRequest
 from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,8 @@ import httpx
 import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
-from pagestream.server.journal import Journal, load, prune
+from pagestream.server.journal import Journal
+from pagestream.server.journal_file import load, prune
 from pagestream.server.metrics import Metrics
 from tests.server.conftest import refusal_of, served
 from tests.server.spawning import ROOT, Spawned, serving

@@ -14,8 +14,8 @@ import pydantic
 import pytest
 
 from pagestream.engine import FinishReason, RequestFailed
+from pagestream.server.messages.shapes import AnthropicError, AnthropicMessage, TokenCount
 from pagestream.server.messages.wire import MessagesRequest
-from pagestream.server.responses import AnthropicError, AnthropicMessage, TokenCount
 from tests.server.conftest import Live, refusal_of, served_model
 from tests.tiny_models import make_checkpoint
 

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from pagestream.server.responses import ResponseObject
+from pagestream.server.responses_api.shapes import ResponseObject
 from tests.server.conftest import Live, refusal_of, served_model
 from tests.tiny_models import make_checkpoint
 

@@ -9,7 +9,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from pagestream.server.protocol import ChatRequest
+from pagestream.server.conversation import ChatRequest
 from tests.server.conftest import Live, refusal_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
