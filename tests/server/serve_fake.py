@@ -1,6 +1,6 @@
 """`pagestream serve` around an engine without a model, as a process of its own for the tests of signals and exit codes.
 
-Prints the port.  On SIGUSR1 the engine dies; with `--stop-hangs` it can't be stopped.
+Prints its address.  On SIGUSR1 the engine dies; with `--stop-hangs` it can't be stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
     engine = MortalEngine(metrics, step_s=0.01, context=100_000)
     engine.stop_hangs = options.stop_hangs
     with bind("127.0.0.1", 0) as bound:
-        print(bound.getsockname()[1], flush=True)
+        print(f"serves at http://127.0.0.1:{bound.getsockname()[1]}", flush=True)
         app = create_app(engine, ServerSettings(("m",)), metrics)  # type: ignore[arg-type]
         return serve_until_ended(app, engine, bound, options.drain_timeout)  # type: ignore[arg-type]
 

@@ -24,27 +24,35 @@ class Spawned:
 
 
 @contextlib.contextmanager
-def serving(model: Path | str, *flags: str, cpu_threads: int | None = 1) -> Iterator[Spawned]:
-    """`pagestream serve` of this model under the name m, once it is ready; killed at the end."""
-    command = [sys.executable, "-m", "pagestream.server", "serve", str(model), "--served-model-name", "m", "--port", "0", *flags]
-    if cpu_threads is not None:
-        command += ["--cpu-threads", str(cpu_threads)]
+def started(module: str, *arguments: str) -> Iterator[Spawned]:
+    """A module run as a server whose first line ends with its address, once it is ready; killed at the end."""
+    command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
             with httpx.Client(base_url=url, timeout=60) as client:
-                end_s = time.monotonic() + 60
-                while True:
-                    assert process.poll() is None, f"the server ended with {process.returncode}"
-                    with contextlib.suppress(httpx.TransportError):
-                        if client.get("/readyz").status_code == 200:
-                            break
-                    assert time.monotonic() < end_s, "the server did not become ready"
-                    time.sleep(0.02)
+                wait_until_ready(process, client)
                 yield Spawned(process, client, httpx.URL(url).port or 80)
         finally:
             process.kill()
+
+
+def wait_until_ready(process: subprocess.Popen[str], client: httpx.Client) -> None:
+    end_s = time.monotonic() + 60
+    while True:
+        assert process.poll() is None, f"the server ended with {process.returncode}"
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/readyz").status_code == 200:
+                return
+        assert time.monotonic() < end_s, "the server did not become ready"
+        time.sleep(0.02)
+
+
+def serving(model: Path | str, *flags: str, cpu_threads: int | None = 1) -> contextlib.AbstractContextManager[Spawned]:
+    """`pagestream serve` of this model under the name m."""
+    threads = () if cpu_threads is None else ("--cpu-threads", str(cpu_threads))
+    return started("pagestream.server", "serve", str(model), "--served-model-name", "m", "--port", "0", *flags, *threads)
 
 
 @dataclass(slots=True)

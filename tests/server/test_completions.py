@@ -1,4 +1,4 @@
-"""POST /v1/completions: streamed equals whole, layout, usage, echo, logprobs, stops (C11, C16 to C19, C21, C24)."""
+"""POST /v1/completions: streamed equals whole, layout, usage, echo, logprobs, stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals and exit codes of a server process (C37)."""
+"""Signals and exit codes of a server process."""
 
 from __future__ import annotations
 
@@ -7,57 +7,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pagestream.server.serving import spare_heap
-from tests.server.spawning import serving
+from tests.server.spawning import Spawned, serving, started
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE_S = 60  # in which what takes no time is done on any machine; what must not be waited for takes ten times as long
 STORY = {"model": "m", "prompt": "A long walk", "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-@dataclass
-class Spawned:
-    process: subprocess.Popen[str]
-    client: httpx.Client
-
-
-@contextmanager
-def spawned(*flags: str) -> Iterator[Spawned]:
-    command = [sys.executable, "-m", "tests.server.serve_fake", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            end_s = time.monotonic() + 60
-            while True:
-                try:
-                    if client.get("/readyz").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    assert time.monotonic() < end_s
-                time.sleep(0.02)
-            yield Spawned(process, client)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., Spawned]]:
     with ExitStack() as stack:
-        yield lambda *flags: stack.enter_context(spawned(*flags))
+        yield lambda *flags: stack.enter_context(started("tests.server.serve_fake", *flags))
 
 
 def begin(server: Spawned, stack: ExitStack, max_tokens: int) -> Iterator[str]:

@@ -86,7 +86,7 @@ def kill_and_resume(model: Path, journal: Path, num_kills: int, seed: int) -> No
             readers = [Reader(fields) for fields in REQUESTS]
             with ThreadPoolExecutor(len(readers)) as pool:
                 begun = [pool.submit(reader.begin, server.client) for reader in readers]
-                assert all(reader.has_begun.wait(30) for reader in readers)
+                assert all(reader.has_begun.wait(60) for reader in readers)
                 time.sleep(choose.random() * LONGEST_LIFE_S)
                 server.process.send_signal(signal.SIGKILL)
                 for each in begun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs
-from pagestream.server.live import changed_items, delta
+from pagestream.server.live import Watcher, changed_items, delta
 from pagestream.server.metrics import Metrics
 from tests.server.conftest import Live, refusal_of, served
 from tests.tiny_models import make_checkpoint
@@ -176,3 +177,16 @@ def test_a_delta_has_changed_fields_only():
 
 def test_what_is_gone_is_null():
     assert changed_items({1: "a", 2: "b"}, {2: "c", 3: None}) == {2: "c", 3: None, 1: None}
+
+
+def test_who_has_not_read_the_last_state_gets_it_and_then_the_end():
+    async def read() -> list[bytes | None]:
+        watcher = Watcher(None)
+        watcher.put(None, {"engine": {}, "blocks": {}, "swap": {}, "requests": {}})
+        watcher.end()
+        return [await asyncio.wait_for(watcher.next_event(), 60) for _ in range(2)]
+
+    last, end = asyncio.run(read())
+    assert last is not None
+    assert b'"kind":"full"' in last
+    assert end is None

@@ -1,4 +1,4 @@
-"""A scripted workload on a real engine: every metric of the dashboard and the rules moves, and the books close (C39)."""
+"""A scripted workload on a real engine: every metric of the dashboard and the rules moves, and the books close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators see: probes, metrics, ids, keys, overload (C13, C30, C39)."""
+"""What operators see: probes, metrics, ids, keys, overload."""
 
 from __future__ import annotations
 

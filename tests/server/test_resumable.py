@@ -1,4 +1,4 @@
-"""Streams that outlive their connection, and requests that may be sent twice (C27)."""
+"""Streams that outlive their connection, and requests that may be sent twice."""
 
 from __future__ import annotations
 

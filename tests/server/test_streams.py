@@ -1,4 +1,4 @@
-"""What can happen to a stream: its reader leaves, its engine fails, nothing comes for a while (C26, C27, C36)."""
+"""What can happen to a stream: its reader leaves, its engine fails, nothing comes for a while."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_bug_in_a_stream_is_an_error_event_without_its_words(start, monkeypatc
 
 def test_a_bug_in_a_route_is_a_500_envelope(start, monkeypatch):
     live: Live = start()
-    monkeypatch.setattr("pagestream.server.completions.check_name", lambda *_: 1 / 0)
+    monkeypatch.setattr("pagestream.server.completions.read_request", lambda *_: 1 / 0)
     response = live.complete(prompt="a")
     assert refusal_of(response, 500)["code"] == "internal_error"
     assert response.headers["x-should-retry"] == "false"
