@@ -28,7 +28,8 @@ from pagestream.engine.core.step_plan import TokenLogprobs
 from pagestream.engine.core.timeline import RequestTimeline
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.metrics import EngineListener, QueuePlace, RequestInfo, RequestStats, StepStats
-from pagestream.engine.simulation import CostModel, Machine, Report, capacity, simulate
+from pagestream.engine.simulated_machine import CostModel, Machine
+from pagestream.engine.simulation import Report, capacity, simulate
 from pagestream.engine.trace import PoissonLoad, TraceRequest, read_trace, write_trace
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import Any
 
 from pagestream.engine.admission import AdmissionControl
 from pagestream.engine.core.errors import DeadlineExceeded, EngineDead, InvalidRequest
-from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.outputs import FinishReason, RequestOutput
 from pagestream.engine.core.request import Begun, Fault, Pooling, Request
 from pagestream.engine.core.sampling_params import SamplingParams
@@ -24,13 +23,12 @@ from pagestream.engine.factory import BuiltEngine, build_engine
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.live_view import EngineView, LiveView
 from pagestream.engine.metrics import EngineListener, QueuePlace, RequestInfo, StepStats
+from pagestream.engine.open_streams import OpenStreams
 from pagestream.engine.output_stream import OutputStream
 from pagestream.engine.text.chat_template import ChatTemplate
 from pagestream.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-DEADLINE_GRACE_S = 0.25  # what a step in progress may still take at a deadline, so that nothing of the answer is lost
 
 
 class AsyncLLMEngine:
@@ -45,11 +43,10 @@ class AsyncLLMEngine:
         self._built = built
         self._engine = built.engine
         self._admission = AdmissionControl(built.engine, built.queue_limits)
-        self._streams: dict[str, OutputStream] = {}
+        self._streams = OpenStreams(abort=self._abort_one, expire=self._expire)
         self._added: list[Request] = []
         self._aborted: list[str] = []
         self._expired: list[str] = []
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -69,10 +66,6 @@ class AsyncLLMEngine:
         return cls(build_engine(args.to_config(), listener))
 
     # ---- facts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def model_shape(self) -> ModelShape:
-        return self._built.shape
 
     @property
     def max_model_len(self) -> int:
@@ -252,13 +245,12 @@ class AsyncLLMEngine:
 
     def abort(self, request_id: str) -> None:
         """End all requests that were added under this id, or one of them by its own.  Synchronous; takes effect between steps."""
-        for known in [known for known in self._streams if known == request_id or known.rpartition("-")[0] == request_id]:
+        for known in [request_id, *self._streams.added_under(request_id)]:
             self._abort_one(known)
 
     def queue_place(self, request_id: str) -> QueuePlace | None:
         """Where those requests of this id stand that nothing has been computed of yet; None if there are none."""
-        known = [known for known in self._streams if known.rpartition("-")[0] == request_id]
-        return self._admission.place(known, self._added)
+        return self._admission.place(self._streams.added_under(request_id), self._added)
 
     def request_info(self, request_id: str) -> list[RequestInfo]:
         """Where the requests stand that were added under this id, one per prompt; for some time also after their end.
@@ -278,17 +270,12 @@ class AsyncLLMEngine:
         self._admission.check(num_requests, params.num_sequences, self._added, time_left_s)
 
     def _check_unused(self, request_id: str) -> None:
-        if any(known.rpartition("-")[0] == request_id for known in self._streams):
+        if self._streams.added_under(request_id):
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
 
     def _admit(self, request: Request) -> OutputStream:
-        stream = OutputStream(request, self._abort_one)
-        self._streams[request.request_id] = stream
+        stream = self._streams.open(request)
         self._added.append(request)
-        if request.deadline_s is not None:
-            left_s = max(0.0, request.deadline_s - time.monotonic())
-            timer = asyncio.get_running_loop().call_later(left_s, self._expire, request.request_id)
-            self._deadlines[request.request_id] = timer
         self._idle.clear()
         self._wake.set()
         return stream
@@ -299,11 +286,8 @@ class AsyncLLMEngine:
             self._wake.set()
 
     def _expire(self, request_id: str) -> None:
-        """Let the request end between two steps, with all its text; its stream ends soon even if this step does not."""
         self._expired.append(request_id)
         self._wake.set()
-        if stream := self._streams.get(request_id):
-            self._deadlines[request_id] = asyncio.get_running_loop().call_later(DEADLINE_GRACE_S, stream.expire)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -357,31 +341,13 @@ class AsyncLLMEngine:
 
     def _distribute(self, outputs: list[RequestOutput]) -> None:
         if self.on_outputs is not None and outputs:
-            self.on_outputs([told for told in map(self._as_told, outputs) if told is not None])
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
-            if output.finished:
-                self._streams.pop(output.request_id, None)
-                if timer := self._deadlines.pop(output.request_id, None):
-                    timer.cancel()
-                self._admission.finished()
-
-    def _as_told(self, output: RequestOutput) -> RequestOutput | None:
-        """What the request's stream tells of this: of one that was cut short nothing but the end it has had."""
-        stream = self._streams.get(output.request_id)
-        if stream is None or stream.cut_short is None:
-            return output
-        return stream.cut_short if output.finished else None
+            self.on_outputs(self._streams.as_told(outputs))
+        for _ in range(self._streams.put(outputs)):
+            self._admission.finished()
 
     def _die(self, death: EngineDead) -> None:
         if self._death is None:
             self._death = death
-        for timer in self._deadlines.values():
-            timer.cancel()
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(self._death)
+        self._streams.fail(self._death)
         self._live.fail(self._death)
         self._idle.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagestream.engine.core.config import EngineConfig
 from pagestream.engine.factory import build_engine
 from pagestream.engine.runner.profiling import StepTimes, measure_steps
-from pagestream.engine.simulation import CostModel, Machine
+from pagestream.engine.simulated_machine import CostModel, Machine
 
 
 def measure_machine(config: EngineConfig) -> Machine:

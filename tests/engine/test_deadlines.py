@@ -54,7 +54,7 @@ async def test_one_that_ends_before_its_deadline_leaves_no_timer(tiny_llama):
         (stream,) = await engine.add_requests("quick", ["the"], GREEDY, timeout_s=60)
         assert len(await whole(stream)) == 24
         await until_idle(engine)
-        assert not engine._deadlines
+        assert not engine._streams.num_deadlines
 
 
 async def test_what_would_still_wait_at_its_deadline_is_refused_at_once(tiny_llama):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.config import ModelConfig
+from pagestream.engine.models.checkpoint import open_checkpoint
 from pagestream.engine.models.decoder import TorchDecoder
-from pagestream.engine.models.loader import load_decoder, open_checkpoint
+from pagestream.engine.models.loader import load_decoder
 from tests.engine.models.oracle import CPU, assert_equals_reference, assert_rows_are_independent, reference_logits
 from tests.engine.models.teacher import alone, random_prompts
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint

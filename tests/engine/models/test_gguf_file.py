@@ -18,10 +18,11 @@ from gguf import GGMLQuantizationType, quants
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
+from pagestream.engine.models.checkpoint import open_checkpoint
 from pagestream.engine.models.decoder import TorchDecoder
 from pagestream.engine.models.gguf_blocks import GgmlType
 from pagestream.engine.models.gguf_file import GgufFile
-from pagestream.engine.models.loader import load_decoder, open_checkpoint
+from pagestream.engine.models.loader import load_decoder
 from pagestream.engine.models.tensor_source import GgufSource
 from tests.engine.models.oracle import CPU, assert_equals_reference
 from tests.tiny_models import make_checkpoint

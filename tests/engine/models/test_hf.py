@@ -12,10 +12,10 @@ from torch import Tensor
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
+from pagestream.engine.models.checkpoint import open_checkpoint
 from pagestream.engine.models.hf import TransformersLM, load_transformers
 from pagestream.engine.models.hf_attention import window_of
 from pagestream.engine.models.linear import LinearMakers
-from pagestream.engine.models.loader import open_checkpoint
 from tests.engine.models.oracle import CPU, assert_equals_reference, assert_rows_are_independent
 from tests.engine.models.teacher import alone, random_prompts
 from tests.tiny_models import DECODER, VOCAB_SIZE, make_checkpoint

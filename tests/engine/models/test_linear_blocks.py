@@ -18,6 +18,7 @@ from pagestream.engine.attention.cpu_backend import CpuAttentionBackend
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
+from pagestream.engine.models.checkpoint import open_checkpoint
 from pagestream.engine.models.cpu_decoder import CpuDecoder
 from pagestream.engine.models.cpu_linear import CpuLinearMaker, hold_packed
 from pagestream.engine.models.decoder import TorchDecoder
@@ -25,7 +26,7 @@ from pagestream.engine.models.gguf_blocks import GgmlType, RawBlocks, dequantize
 from pagestream.engine.models.hf import TransformersLM, load_transformers
 from pagestream.engine.models.linear import Linear, LinearMakers
 from pagestream.engine.models.linear_blocks import BlocksMaker, as_q4_1, below_one_another, unpacked
-from pagestream.engine.models.loader import LoadedDecoder, load_decoder, open_checkpoint
+from pagestream.engine.models.loader import LoadedDecoder, load_decoder
 from pagestream.kernels import block_quantise
 from pagestream.kernels.cpu.ops import CpuOps, GgufBlocks, load_ops
 from tests.engine.models.oracle import CHUNKS, CPU, LENGTHS, assert_rows_are_independent

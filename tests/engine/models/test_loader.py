@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
-from pagestream.engine.models.loader import LoadedDecoder, load_decoder, open_checkpoint
+from pagestream.engine.models.checkpoint import open_checkpoint
+from pagestream.engine.models.loader import LoadedDecoder, load_decoder
 from pagestream.engine.models.tensor_source import DummySource
 from tests.engine.models.oracle import CPU
 
@@ -185,7 +186,8 @@ def test_a_model_of_the_family_loads_without_transformers(smollm2_path: Path) ->
     code = f"""
 import sys, torch
 from pagestream.engine.core.config import ModelConfig
-from pagestream.engine.models.loader import load_decoder, open_checkpoint
+from pagestream.engine.models.checkpoint import open_checkpoint
+from pagestream.engine.models.loader import load_decoder
 checkpoint = open_checkpoint(ModelConfig(model={str(smollm2_path)!r}))
 load_decoder(checkpoint, device=torch.device("cpu"), dtype=checkpoint.dtype)
 print(sorted(set(sys.modules) & {{"transformers", "gguf", "huggingface_hub"}}))

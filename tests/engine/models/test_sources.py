@@ -17,7 +17,7 @@ import pytest
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.models import sources
-from pagestream.engine.models.loader import open_checkpoint
+from pagestream.engine.models.checkpoint import open_checkpoint
 from pagestream.engine.models.sources import PackagedModel, cache_folder, find_model, packaged_file
 
 
