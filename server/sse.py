@@ -1,6 +1,6 @@
 """Server-sent events: what a stream says, its end, and what happens when it breaks or its reader leaves.
 
-Events have ids only where the client asked for a stream that can be resumed (see shared.py): official clients dispatch an event at
+Events have ids only where the client asked for a stream that can be resumed (see event_log.py): official clients dispatch an event at
 *every* blank line once they have seen one `id:` field, so that comments must then come without one.
 """
 

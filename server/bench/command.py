@@ -23,7 +23,6 @@ from pagestream.server.commands.client import DEFAULT_URL as SERVER_URL
 from pagestream.server.commands.client import connected, first_model
 
 DEFAULT_URL = f"{SERVER_URL}/v1"
-REST_S = 2.0  # of several servers: one's threads may wait busily for a second after its last answer, and would slow the next down
 
 bench = typer.Typer(help="Measure a running server, or the engine in this process.", no_args_is_help=True)
 
@@ -47,6 +46,7 @@ def bench_serve(
     rate: Annotated[float | None, typer.Option("--rate", help="Requests a second, arriving at random, in place of --concurrency.")] = None,
     num_requests: Annotated[int | None, typer.Option("--num-requests", min=1, help="Per round; default: twice the concurrency.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="The table has their medians.", min=1)] = 3,
+    rest_s: Annotated[float, typer.Option("--rest", help="Seconds before each turn of several servers.", min=0)] = 2.0,
     ttft_objective_ms: Annotated[float | None, typer.Option("--ttft-objective", help="Milliseconds; for goodput.")] = None,
     itl_objective_ms: Annotated[float | None, typer.Option("--itl-objective", help="Milliseconds a token; for goodput.")] = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="PAGESTREAM_API_KEY")] = None,
@@ -74,7 +74,8 @@ def bench_serve(
             seed = 1000 * (at_once or 0) + number + 1
             asks = read_asks(dataset, count) if dataset else make_asks(workload, count, seed)
             for server in servers:  # one after another, so that a ratio holds when the machine's pace drifts
-                time.sleep(REST_S if len(servers) > 1 else 0)
+                # One's threads may wait busily for a second after its last answer, and would slow the next one down.
+                time.sleep(rest_s if len(servers) > 1 else 0)
                 load = run_round(
                     server.url, server.model, asks, concurrency=at_once, rate=rate, seed=seed, api_key=api_key, objective=objective
                 )

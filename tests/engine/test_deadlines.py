@@ -6,7 +6,7 @@ import time
 import pytest
 
 from pagestream.engine import DeadlineExceeded, Fault, FinishReason, Overloaded, SamplingParams, fold
-from pagestream.engine.async_llm_engine import DEADLINE_GRACE_S
+from pagestream.engine.open_streams import DEADLINE_GRACE_S
 from tests.engine.test_async_engine import GREEDY, LONG, running, until_idle, whole
 
 

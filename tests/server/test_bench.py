@@ -111,7 +111,7 @@ def test_peers_are_measured_in_turn_and_compared(start, tmp_path, monkeypatch):
             return add(*arguments, **options)
 
         monkeypatch.setattr(live.engine, "add_requests", add_requests)
-    load = ("--dataset", str(asks), "--concurrency", "1", "--rounds", "2", "--num-requests", "2")
+    load = ("--dataset", str(asks), "--concurrency", "1", "--rounds", "2", "--num-requests", "2", "--rest", "0")
     done = subprocess.run(
         [COMPARE, *servers, "--", *load, "--json", str(figures), "--plot", str(plot)],
         capture_output=True, text=True, timeout=60, check=False,
