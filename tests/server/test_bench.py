@@ -14,7 +14,7 @@ from pagestream.server.bench.command import bench_serve, print_serve_table
 from pagestream.server.bench.comparison import ratio_rows
 from pagestream.server.bench.load import Objective, Outcome, Percentiles, summarise
 from pagestream.server.bench.workloads import arrivals_s, make_asks, read_asks
-from tests.server.command_line import complaint, run_here
+from tests.server.terminal import complaint, run_here
 
 COMPARE = Path(__file__).parents[1] / "bench" / "compare.sh"
 

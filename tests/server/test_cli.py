@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +17,7 @@ from rich.text import Text
 
 from pagestream.server import command_line as command
 from pagestream.server.args import ENGINE_OPTIONS, count, gib
-from tests.server.command_line import complaint, run, run_here
+from tests.server.terminal import complaint, run, run_here
 
 
 def test_version():

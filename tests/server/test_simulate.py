@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.server.command_line import complaint, run_here
+from tests.server.terminal import complaint, run_here
 
 
 def test_generates_writes_and_replays_a_trace(tmp_path):
