@@ -29,7 +29,6 @@ class BeamAnswers:
         self._answers: tuple[Beam, ...] = ()
         self._detokenizer = self._new_detokenizer()
         self._num_settled = 0
-        self._settled_text = ""
         self.is_done = False
 
     @property
@@ -83,7 +82,6 @@ class BeamAnswers:
         if self._num_settled == start:
             return []
         pieces = [self._detokenizer.push(token_id) for token_id in first.token_ids[start : self._num_settled]]
-        self._settled_text += "".join(pieces)
         return [self._delta(index, first, start, self._num_settled, pieces) for index in range(self._request.sampling_params.n)]
 
     def _rest(self, index: int, answer: Beam) -> CompletionOutput:

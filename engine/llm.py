@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -125,12 +125,16 @@ class LLM:
         deltas: dict[str, list[RequestOutput]] = {request_id: [] for request_id in request_ids}
         try:
             with tqdm(total=len(request_ids), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as progress:
-                while self.llm_engine.has_unfinished_requests():
-                    for output in self.llm_engine.step():
-                        deltas[output.request_id].append(output)
-                        progress.update(output.finished)
-                        if output.error is not None:
-                            raise EngineFault(f"prompt {request_ids.index(output.request_id)}: {output.error}")
+                for output in self._outputs():
+                    deltas[output.request_id].append(output)
+                    progress.update(output.finished)
+                    if output.error is not None:
+                        raise EngineFault(f"prompt {request_ids.index(output.request_id)}: {output.error}")
         finally:
             self.llm_engine.abort_request(list(request_ids))  # those that are left, if the loop was left early
         return [fold(deltas[request_id]) for request_id in request_ids]
+
+    def _outputs(self) -> Iterator[RequestOutput]:
+        """Step after step, until nothing is left to compute."""
+        while self.llm_engine.has_unfinished_requests():
+            yield from self.llm_engine.step()

@@ -49,11 +49,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that can be found by their hash, free or not."""
-        return len(self._by_hash)
-
     def cached_blocks(self) -> Iterable[Block]:
         """Those that can be found by their hash, free or not."""
         return self._by_hash.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,18 +39,15 @@ def top(
             state.apply(next(events))
             Console().print(picture(state, rates))
             return
-        try:
-            with Live(screen=True, auto_refresh=False) as live:
-                shown_s = 0.0
-                for event in events:
-                    state.apply(event)
-                    rates.take(state.engine)
-                    if time.monotonic() - shown_s >= 0.2:
-                        shown_s = time.monotonic()
-                        width, height = live.console.size
-                        live.update(picture(state, rates, max(1, (width - 4) * (height // 3))), refresh=True)
-        except KeyboardInterrupt:
-            pass
+        with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
+            shown_s = 0.0
+            for event in events:
+                state.apply(event)
+                rates.take(state.engine)
+                if time.monotonic() - shown_s >= 0.2:
+                    shown_s = time.monotonic()
+                    width, height = live.console.size
+                    live.update(picture(state, rates, max(1, (width - 4) * (height // 3))), refresh=True)
 
 
 class Rates:
