@@ -13,6 +13,7 @@ from pagestream.engine.core.request import Pooling
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
 from pagestream.engine.intake import RequestOptions
+from pagestream.engine.interrupts import HeldInterrupts, held_interrupts
 from pagestream.engine.llm_engine import LLMEngine
 
 
@@ -73,6 +74,7 @@ class LLM:
         Prompts are texts or, through `prompt_token_ids`, token ids (which go before the texts where both are given).
         One SamplingParams for all, or one each.  Raises ValueError for no prompts at all, lists of different lengths, and
         arguments that are not supported; nothing is generated then.  Raises EngineFault if a prompt's computation fails.
+        Ctrl-C ends it after the step in progress, and leaves nothing behind.
         """
         for name, value in (("lora_request", lora_request), ("multi_modal_data", multi_modal_data)):
             if value is not None:
@@ -86,8 +88,8 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(asked)
         if len(params) != len(asked):
             raise ValueError(f"{len(asked)} prompts and {len(params)} sampling_params were given")
-        request_ids = self._add_all(asked, params)
-        return self._run(request_ids, use_tqdm)
+        with held_interrupts() as held:
+            return self._run(self._add_all(asked, params, held), held, use_tqdm)
 
     def embed(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, pooling: str = "mean", use_tqdm: bool = True
@@ -97,8 +99,10 @@ class LLM:
         `pooling` is "mean", of all tokens' states, or "last", the last token's alone.  Raises ValueError for any other.
         """
         asked: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        request_ids = self._add_all(asked, [SamplingParams()] * len(asked), RequestOptions(pooling=Pooling(pooling)))
-        return [output.embedding or () for output in self._run(request_ids, use_tqdm)]
+        options = RequestOptions(pooling=Pooling(pooling))
+        with held_interrupts() as held:
+            request_ids = self._add_all(asked, [SamplingParams()] * len(asked), held, options)
+            return [output.embedding or () for output in self._run(request_ids, held, use_tqdm)]
 
     def get_tokenizer(self) -> Any:
         return self.llm_engine.intake.tokenizer
@@ -107,25 +111,26 @@ class LLM:
         self,
         asked: Sequence[str | Sequence[int]],
         params: Sequence[SamplingParams],
+        held: HeldInterrupts,
         options: RequestOptions | None = None,
     ) -> list[str]:
         request_ids: list[str] = []
         try:
             for prompt, one in zip(asked, params, strict=True):
-                request_id = str(self._num_requests)
+                request_ids.append(str(self._num_requests))
                 self._num_requests += 1
-                self.llm_engine.add_request(request_id, prompt, one, options=options)
-                request_ids.append(request_id)
-        except Exception:
+                self.llm_engine.add_request(request_ids[-1], prompt, one, options=options)
+                held.let_through()
+        except BaseException:  # KeyboardInterrupt too: who goes on in a notebook must not find them still waiting
             self.llm_engine.abort_request(request_ids)
             raise
         return request_ids
 
-    def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, request_ids: Sequence[str], held: HeldInterrupts, use_tqdm: bool) -> list[RequestOutput]:
         deltas: dict[str, list[RequestOutput]] = {request_id: [] for request_id in request_ids}
         try:
             with tqdm(total=len(request_ids), desc="Prompts", disable=not use_tqdm, dynamic_ncols=True) as progress:
-                for output in self._outputs():
+                for output in self._outputs(held):
                     deltas[output.request_id].append(output)
                     progress.update(output.finished)
                     if output.error is not None:
@@ -134,7 +139,8 @@ class LLM:
             self.llm_engine.abort_request(list(request_ids))  # those that are left, if the loop was left early
         return [fold(deltas[request_id]) for request_id in request_ids]
 
-    def _outputs(self) -> Iterator[RequestOutput]:
-        """Step after step, until nothing is left to compute."""
+    def _outputs(self, held: HeldInterrupts) -> Iterator[RequestOutput]:
+        """Step after step, until nothing is left to compute, or an interrupt has waited for the end of one."""
         while self.llm_engine.has_unfinished_requests():
             yield from self.llm_engine.step()
+            held.let_through()

@@ -1,9 +1,14 @@
 """The offline door: order, shapes, defaults, and refusals that name what is wrong."""
 
+import signal
+import sys
+from itertools import count
+
 import pytest
 
 from pagestream.engine import LLM, EngineFault, Fault, FinishReason, InvalidRequest, SamplingParams, StartError
 from pagestream.engine.intake import RequestOptions
+from pagestream.engine.interrupts import HeldInterrupts, held_interrupts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -188,8 +193,74 @@ def test_a_failing_prompt_raises_and_leaves_nothing(llm):
     engine.add_request("marked", "the", GREEDY, options=RequestOptions(fault=Fault("raise", at_token=1)))
     request_ids = ["marked"]
     with pytest.raises(EngineFault, match="prompt 0: .*injected"):
-        llm._run(request_ids, use_tqdm=False)
+        llm._run(request_ids, HeldInterrupts(), use_tqdm=False)
     assert not engine.has_unfinished_requests()
+
+
+def interrupted_at_call(number, work):
+    """Ctrl-C at the number-th call of a function of the engine's, wherever that is; returns whether there were so many."""
+    numbers = count()
+
+    def trace(frame, event, _):
+        if "/engine/" in frame.f_code.co_filename and next(numbers) == number:
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("door", ["generate", "embed"])
+def test_ctrl_c_leaves_nothing_behind_wherever_it_comes(llm, door):
+    engine, prompts = llm.llm_engine, ["the quick", "brown fox jumps over the lazy dog", "fox"]
+    args = ([SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, n=2)] * 3,) if door == "generate" else ()
+
+    def answers():
+        found = getattr(llm, door)(prompts, *args, use_tqdm=False)
+        return found if door == "embed" else [output.outputs for output in found]
+
+    usual, num_hit = answers(), 0
+    for number in count(0, 61):
+        if not interrupted_at_call(number, answers):
+            break
+        num_hit += 1
+        assert not engine.has_unfinished_requests()
+        engine.scheduler.blocks.check()
+        assert engine.scheduler.blocks.device.num_free == 64
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert answers() == usual
+    assert num_hit > 5
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    reached = []
+
+    def work():
+        with held_interrupts():
+            for number in (1, 2):
+                signal.raise_signal(signal.SIGINT)
+                reached.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_is_ignored_stays_so():
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_interrupts() as held:
+            signal.raise_signal(signal.SIGINT)
+            held.let_through()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def test_greedy_steps_that_skip_the_logits_give_their_tokens(tiny_llama):
