@@ -25,7 +25,8 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = cli(standalone_mode=False)
-        sys.stdout.flush()  # later, nobody could tell what went wrong with it
+        if sys.stdout is not None:  # which it is where it was closed
+            sys.stdout.flush()  # later, nobody could tell what went wrong with it
     except UsageError as error:
         if message := error.format_message():  # type: ignore[attr-defined]
             complain(message)

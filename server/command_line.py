@@ -40,7 +40,7 @@ from pagestream.server.logs import start_logging
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
 from pagestream.server.replay_command import replay_command
-from pagestream.server.serving import bind, bind_unix, check_tls, serve_until_ended, without_collections
+from pagestream.server.serving import bind, bind_unix, check_tls, listen, serve_until_ended, without_collections
 from pagestream.server.settings import ServerSettings
 from pagestream.server.simulate_command import simulate_command
 from pagestream.server.tracing import check_tracing
@@ -203,6 +203,7 @@ def serve(
             from pagestream.engine import AsyncLLMEngine  # brings torch with it: seconds that no error above should wait for
 
             engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
+        listen(bound)
         opened = None if journal is None else Journal(journal, asdict(engine_args))
         scheme = "http" if tls is None else "https"
         where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
@@ -213,8 +214,8 @@ def serve(
         Path(uds).unlink(missing_ok=True)
     if engine.is_dead and code:
         # A step that hangs can't be joined; a supervisor is waiting for the exit.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         os._exit(code)
     raise typer.Exit(code)
 

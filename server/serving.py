@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # After the engine has ended or a drain has run out: for the last bytes, error events included, to reach their readers.
 LAST_BYTES_S = 2
+BACKLOG = 2048
+OTHER_PORT = "; --port takes another"
 KEEP_ALIVE_S = 65  # above the 60 s of common proxies, so that it is not the server who closes a connection just taken
 
 
@@ -54,9 +56,25 @@ def bind(host: str, port: int, slow_reader_timeout_s: float = 0.0) -> socket.soc
     except (OSError, OverflowError) as error:
         bound.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        hint = "; --port takes another" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+        hint = OTHER_PORT if getattr(error, "errno", None) == errno.EADDRINUSE else ""
         raise StartError(f"can't listen on {host}:{port}: {reason}{hint}") from None
     return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """From now on whoever connects is served, if only once the application has started.
+
+    Raises StartError where another server was bound to the same address meanwhile, which is possible until one listens.
+    """
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        raise StartError(f"can't listen on {shown_address(bound)}: {error.strerror}{OTHER_PORT}") from None
+
+
+def shown_address(bound: socket.socket) -> str:
+    address = bound.getsockname()
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
 
 
 def bind_unix(path: str) -> socket.socket:

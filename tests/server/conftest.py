@@ -22,7 +22,7 @@ from pagestream.server.app import create_app
 from pagestream.server.http_protocol import EnvelopeProtocol
 from pagestream.server.journal import Journal
 from pagestream.server.metrics import Metrics
-from pagestream.server.serving import bind
+from pagestream.server.serving import KEEP_ALIVE_S, bind
 from pagestream.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 
@@ -88,7 +88,11 @@ def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **sett
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
     app = create_app(engine, ServerSettings(**options), metrics, journal)
     bound = bind("127.0.0.1", 0, options.get("slow_reader_timeout_s", 0))
-    config = uvicorn.Config(app, log_config=None, access_log=False, http=EnvelopeProtocol, ws="none", timeout_graceful_shutdown=1)
+    # Connections are kept as the real server keeps them: with uvicorn's 5 s, which httpx has too, either end may close one just taken.
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, http=EnvelopeProtocol, ws="none", timeout_graceful_shutdown=1,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,12 +12,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from rich.text import Text
 
+from pagestream.engine import StartError
 from pagestream.server import command_line as command
 from pagestream.server.args import ENGINE_OPTIONS, count, gib
+from pagestream.server.serving import bind, listen
 from tests.server.terminal import complaint, run, run_here
 
 
@@ -81,6 +85,33 @@ def test_a_port_in_use_is_found_before_a_model_is_loaded():
         told = run("serve", "--port", str(taken.getsockname()[1]))
     assert told.returncode == 2
     assert told.stderr.endswith("Address already in use; --port takes another\n")
+
+
+def test_of_two_on_one_port_who_listens_first_has_it():
+    """Both may be bound while neither listens, as two are that start at once and load their models."""
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        listen(first)
+        with pytest.raises(StartError, match="can't listen on 127.0.0.1:.* Address already in use; --port takes another"):
+            listen(second)
+
+
+def test_an_address_answers_as_soon_as_it_is_told_and_ctrl_c_ends_with_0(tiny_llama: Path):
+    command_line = [sys.executable, "-m", "pagestream.server", "serve", str(tiny_llama), "--port", "0", "--num-kv-blocks", "100"]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
+            assert httpx.get(f"{url}/livez", timeout=60).status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_a_closed_standard_output_is_no_error():
+    command_line = ["sh", "-c", 'exec "$0" -m pagestream.server --version >&-', sys.executable]
+    done = subprocess.run(command_line, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_openapi_is_written_to_a_file(tmp_path: Path):
