@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,14 @@ from tests.tiny_models import make_checkpoint
 def smollm2_path() -> Path:
     """The default model's GGUF file, with its tokenizer; fetched once and kept in the user's cache folder."""
     return find_model(ModelConfig()).model
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    """The default model as transformers computes it, in float32; loaded once, and changed by nobody."""
+    from tests.oracle import load_default_model  # brings transformers with it
+
+    return load_default_model(smollm2_path)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pagestream.engine import LLM, RequestOutput, SamplingParams
-from tests.oracle import load_default_model
 from tests.tiny_models import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, make_checkpoint
 
 # Sums of logprobs of two float32 implementations; answers whose scores are closer may change places.
@@ -92,11 +91,10 @@ def test_tiny_checkpoints_equal_generate(arch, tmp_path):
     assert blocks.device.num_free == 400
 
 
-def test_the_default_model_equals_generate(smollm2_path):
+def test_the_default_model_equals_generate(smollm2_reference):
     llm = LLM(dtype="float32", kv_cache_memory=0.25)
-    model = load_default_model(smollm2_path)
     eos = sorted(llm.llm_engine.executor._model.shape.eos_token_ids)
     params = SamplingParams(use_beam_search=True, temperature=0, n=3, max_tokens=16, length_penalty=0.8)
     prompts = ["The capital of France is", "Once upon a time there was a", "Q: What is the largest planet?\nA:"]
     for output in llm.generate(prompts, params, use_tqdm=False):
-        assert_same(output, reference(model, list(output.prompt_token_ids), params, eos), params)
+        assert_same(output, reference(smollm2_reference, list(output.prompt_token_ids), params, eos), params)

@@ -19,7 +19,6 @@ from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan, StepRe
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.isolation import execute_isolated
 from pagestream.engine.runner.pooling import pooled_sums
-from tests.oracle import load_default_model
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 CPU = {"device": "cpu", "cpu_threads": 1, "num_kv_blocks": 128}
@@ -58,13 +57,12 @@ def test_embeddings_equal_transformers(arch, pooling, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_embeddings_of_the_default_model_equal_transformers(smollm2_path):
-    model = load_default_model(smollm2_path)
+def test_embeddings_of_the_default_model_equal_transformers(smollm2_reference):
     llm = LLM(dtype="float32", device="cpu", num_kv_blocks=128)
     texts = ["The sky is blue.", "京都の冬は寒い。", "A lighthouse keeper saw the old copper roofs in the rain. " * 9]
     for pooling in ("mean", "last"):
         for text, embedding in zip(texts, llm.embed(texts, pooling=pooling, use_tqdm=False), strict=True):
-            want = expected(model, llm.get_tokenizer().encode(text, True), pooling)
+            want = expected(smollm2_reference, llm.get_tokenizer().encode(text, True), pooling)
             torch.testing.assert_close(torch.tensor(embedding).double(), want, atol=1e-4, rtol=0)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagestream.engine import LLM, SamplingParams
-from tests.oracle import assert_same_until_tie, load_default_model, reference_greedy
+from tests.oracle import assert_same_until_tie, reference_greedy
 from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 
 PROMPTS = [
@@ -21,11 +21,6 @@ PROMPTS = [
     "A recipe for pancakes:\n",
     "The quick brown fox jumps over the lazy dog. " * 12,
 ]
-
-
-@pytest.fixture(scope="module")
-def smollm2_reference(smollm2_path):
-    return load_default_model(smollm2_path)
 
 
 def test_the_default_model_equals_generate(smollm2_reference):

@@ -7,9 +7,13 @@ import io
 import os
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import patch
 
+from typer.testing import CliRunner
+
 from pagestream.server import __main__ as command
+from pagestream.server import command_line
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +40,11 @@ def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         except SystemExit as end:
             return subprocess.CompletedProcess(arguments, int(end.code or 0), out.getvalue(), err.getvalue())
     raise AssertionError("the command did not end with a code")
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Any:
+    """As typer's own runner has it: with standard input, and with what the command raised."""
+    return CliRunner().invoke(command_line.cli, list(arguments), input=stdin)
 
 
 def complaint(*arguments: str, **environment: str) -> str:

@@ -4,6 +4,7 @@ import hashlib
 
 from pagestream.engine.core.beam_search import Beam, BeamRules, advance
 from pagestream.engine.core.block_manager import BlockManager
+from pagestream.engine.core.config import PreemptionMode, SchedulerLimits, SchedulingPolicy
 from pagestream.engine.core.errors import OutOfBlocks
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.request import Request
@@ -13,6 +14,20 @@ from pagestream.engine.core.seeds import seed_of_answer
 from pagestream.engine.core.stopping import Verdict
 
 BLOCK_SIZE = 4
+
+
+def make_scheduler(
+    num_blocks: int,
+    *,
+    swap: int = 0,
+    budget: int = 16,
+    max_num_seqs: int = 8,
+    mode: PreemptionMode = PreemptionMode.AUTO,
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS,
+    cache: bool = True,
+) -> Scheduler:
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, num_swap_blocks=swap, enable_prefix_caching=cache)
+    return Scheduler(SchedulerLimits(max_num_seqs, budget, policy, mode), blocks)
 
 
 def make_request(

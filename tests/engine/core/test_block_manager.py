@@ -187,7 +187,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManager = BlockManagerMachine.TestCase
-TestBlockManager.settings = settings(max_examples=2000, stateful_step_count=20, deadline=None)
+TestBlockManager.settings = settings(max_examples=600, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.slow

@@ -11,14 +11,8 @@ from pagestream.engine.core.config import PreemptionMode, SchedulerLimits, Sched
 from pagestream.engine.core.outputs import FinishReason
 from pagestream.engine.core.preemption import MAX_PREEMPTIONS_BEFORE_SPARED, PreemptionCosts
 from pagestream.engine.core.scheduler import Scheduler
-from pagestream.engine.core.step_plan import StepPlan
 from pagestream.engine.core.stopping import most_blocks, most_tokens
-from tests.engine.core.fake_run import BLOCK_SIZE, FakeRun, make_request, solo_answers
-
-
-def make_scheduler(num_blocks, *, swap=0, budget=16, max_num_seqs=8, mode=PreemptionMode.AUTO, policy=SchedulingPolicy.FCFS, cache=True):
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, num_swap_blocks=swap, enable_prefix_caching=cache)
-    return Scheduler(SchedulerLimits(max_num_seqs, budget, policy, mode), blocks)
+from tests.engine.core.fake_run import BLOCK_SIZE, FakeRun, make_request, make_scheduler, solo_answers
 
 
 @st.composite
@@ -193,95 +187,6 @@ def test_a_lower_number_is_admitted_first():
         run.step()
         order += [group.request.request_id for group in scheduler.running if group.request.request_id not in order]
     assert order == ["early", "middle", "late"]
-
-
-def test_a_short_prompt_passes_a_long_one_and_the_long_one_still_moves():
-    scheduler = make_scheduler(100, budget=16)
-    run = FakeRun(scheduler)
-    run.add(make_request("long", list(range(200)), 2))
-    run.step()
-    run.add(make_request("short", [7, 8, 9], 2))
-    long_group = scheduler.group("long")
-    done = [long_group.sequences[0].num_computed_tokens]
-    while not run.texts["short"]:
-        run.step()
-        done.append(long_group.sequences[0].num_computed_tokens)
-    assert not run.texts["long"]
-    assert all(later - earlier >= 8 for earlier, later in zip(done, done[1:], strict=False))
-
-
-def test_the_first_in_line_gets_half_of_the_step_however_many_others_are_computed_and_come_in():
-    scheduler = make_scheduler(400, budget=16)
-    run = FakeRun(scheduler)
-    run.add(make_request("first", list(range(200)), 2))
-    run.step()
-    first = scheduler.group("first").sequences[0]
-    for number in range(6):
-        run.add(make_request(f"other{number}", [number] * 60, 2))
-        others_before = sum(group.sequences[0].num_computed_tokens for group in scheduler.running[1:])
-        before = first.num_computed_tokens
-        run.step()
-        assert first.num_computed_tokens - before >= 8
-        assert scheduler.group(f"other{number}") in scheduler.running, "who comes is taken in beside those who are computed"
-        assert sum(group.sequences[0].num_computed_tokens for group in scheduler.running[1:]) - others_before == 8
-    run.run()
-
-
-def test_prompts_beside_decodes_keep_the_step_short():
-    blocks = BlockManager(200, BLOCK_SIZE)
-    run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), blocks))
-    run.add(make_request("decodes", [1, 2, 3], 40))
-    run.add(make_request("prompt", [5] * 100, 2))
-    run.step()
-    assert run.plans[-1].num_tokens == 64  # nobody decodes yet
-    while not run.texts["prompt"]:
-        run.step()
-        if len(run.plans[-1].scheduled) > 1:
-            assert run.plans[-1].num_tokens <= 11
-    run.run()
-
-
-def step_with_a_prompt_beside(num_decodes: int, limits: SchedulerLimits, num_repeats: int = 1) -> StepPlan:
-    """The first step in which a prompt of 100 tokens is computed beside those who decode, of three tokens' repeats each."""
-    run = FakeRun(Scheduler(limits, BlockManager(200, BLOCK_SIZE)))
-    for number in range(num_decodes):
-        run.add(make_request(f"decodes{number}", [1, 2, number] * num_repeats, 40))
-    run.step()
-    run.add(make_request("prompt", [5] * 100, 2))
-    run.step()
-    return run.plans[-1]
-
-
-def test_many_who_decode_let_more_of_a_prompt_in_beside_them():
-    limits = SchedulerLimits(8, 64, max_num_prefill_tokens=10, num_prefill_tokens_per_decode=4)
-    assert step_with_a_prompt_beside(5, limits).num_tokens == 5 + 5 * 4
-
-
-def test_long_contexts_let_more_of_a_prompt_in_beside_them():
-    limits = SchedulerLimits(8, 256, max_num_prefill_tokens=10, num_context_tokens_per_prefill_token=5)
-    *decodes, prompt = step_with_a_prompt_beside(2, limits, num_repeats=30).scheduled
-    assert len(prompt.token_ids) == sum(row.start for row in decodes) // 5 >= 18
-
-
-def test_prompts_beside_decodes_fill_what_is_multiplied_at_once():
-    limits = SchedulerLimits(8, 256, max_num_prefill_tokens=40, num_rows_at_once=16)
-    plan = step_with_a_prompt_beside(3, limits)
-    assert plan.num_tokens == 32
-    assert len(plan.scheduled) > 1
-
-
-def test_prompts_take_the_whole_step_where_more_wait_than_decode():
-    run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), BlockManager(200, BLOCK_SIZE)))
-    run.add(make_request("decodes", [1, 2, 3], 40))
-    run.step()
-    for number in range(2):
-        run.add(make_request(f"prompt{number}", [5 + number] * 100, 40))
-    run.step()
-    assert run.plans[-1].num_tokens == 64
-    while not run.texts["prompt0"]:
-        run.step()
-    run.step()
-    assert run.plans[-1].num_tokens <= 2 + 10  # two decode, one waits
 
 
 def test_swapped_groups_come_back_before_new_ones_are_admitted():
