@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagestream.engine import LLM, SamplingParams, factory
+from pagestream.engine import LLM, SamplingParams, factory, model_choice
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
@@ -143,7 +143,7 @@ class RoundedAttention(TorchAttention):
 
 def test_tokens_of_int8_pages_equal_those_of_the_codes_themselves(llama, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(factory, "TorchAttention", lambda: RoundedAttention(torch.int8))
+        patch.setattr(model_choice, "TorchAttention", lambda: RoundedAttention(torch.int8))
         theirs = plain(llama, monkeypatch)
     ours = triton(llama, kv_cache_dtype="int8")
     assert ours.llm_engine.executor._cache.layers[0].k.dtype == torch.int8  # type: ignore[attr-defined]
