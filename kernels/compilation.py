@@ -6,7 +6,8 @@ A kernel is compiled at its first launch with arguments of a kind; while serving
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,24 +92,48 @@ def stand_in(argument: Any) -> Any:
 
 def compile_noted(launches: list[NotedLaunch], num_threads: int, compiled: Callable[[], object]) -> int:
     """Compile each kind of launch once; calls `compiled` after each.  Returns how many kinds there were."""
-    kinds = {launch.kind: launch for launch in launches}
+    return len(compile_in_threads(list({launch.kind: launch for launch in launches}.values()), num_threads, compiled))
+
+
+def compile_in_threads(launches: Sequence[NotedLaunch], num_threads: int, compiled: Callable[[], object] = lambda: None) -> list[Any]:
+    """Triton's CompiledKernel of each launch; calls `compiled` after each."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def compile_one(launch: NotedLaunch) -> None:
+    def compile_one(launch: NotedLaunch) -> Any:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        launch.compile()
+        return launch.compile()
 
-    def told(future: Future[None]) -> None:
+    def told(future: Future[Any]) -> None:
         compiled()
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="pagestream-compile") as pool:
-        futures = [pool.submit(compile_one, launch) for launch in kinds.values()]
+    with parsed_in_turn(), ThreadPoolExecutor(num_threads, thread_name_prefix="pagestream-compile") as pool:
+        futures = [pool.submit(compile_one, launch) for launch in launches]
         for future in futures:
             future.add_done_callback(told)
-        for future in futures:
-            future.result()
-    return len(kinds)
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def parsed_in_turn() -> Iterator[None]:
+    """Within it one thread at a time has Python parse a kernel's source.
+
+    Python 3.11 and 3.12 count for all threads together how deep in a syntax tree they are: now and then two of them at it end in
+    a SystemError, "AST constructor recursion depth mismatch".
+    """
+    parsed: Any = next(one for one in JITFunction.__mro__ if "parse" in vars(one))
+    original = parsed.parse
+    turn = threading.Lock()
+
+    def parse(self: Any) -> Any:
+        with turn:
+            return original(self)
+
+    parsed.parse = parse
+    try:
+        yield
+    finally:
+        parsed.parse = original
 
 
 class CompilationCounter:

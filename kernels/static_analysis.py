@@ -15,7 +15,6 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pagestream.kernels.compilation import NotedLaunch
+from pagestream.kernels.compilation import NotedLaunch, compile_in_threads
 
 H200_ISSUE_RATE = 132 * 4 * 1.755e9  # warp instructions a second
 H200_REGISTERS, H200_SHARED_BYTES, H200_WARPS = 65536, 228 * 1024, 64  # of an SM
@@ -102,8 +101,8 @@ def launches_compiled(target: GPUTarget) -> Iterator[list[Launch]]:
 
 def compiled(launches: Sequence[NotedLaunch], target: GPUTarget) -> list[Any]:
     """Triton's CompiledKernel of each launch, by as many threads as there are cores."""
-    with launches_compiled(target), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(NotedLaunch.compile, launches))
+    with launches_compiled(target):
+        return compile_in_threads(launches, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)

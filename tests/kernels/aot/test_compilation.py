@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from pagestream.engine.runner.warm_up import compile_kernels
 from pagestream.engine.sampling.kernel_chooser import KernelChooser
 from pagestream.engine.sampling.sampler import Sampler
 from pagestream.engine.watch import RequestWatch
+from pagestream.kernels.bench_cases import elementwise_cases
 from pagestream.kernels.compilation import CompilationCounter, compile_noted, launches_noted
 from pagestream.kernels.reshape_and_cache import reshape_and_cache
 from pagestream.kernels.static_analysis import TARGETS, launches_compiled
@@ -142,6 +146,28 @@ def test_a_pool_beyond_32_bits_is_compiled_for_as_such():
         write(far)
         write(torch.empty_like(far))
     assert [launch.fresh for launch in launches] == [True, False, True]
+
+
+def test_sources_are_parsed_one_at_a_time(tmp_path, monkeypatch):
+    """Python 3.11 has been seen to fail where two threads were at it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    parse, turn, most = ast.parse, threading.Semaphore(1), []
+
+    def parse_slowly(*args: Any, **options: Any) -> ast.Module:
+        most.append(turn.acquire(blocking=False))
+        threading.Event().wait(0.01)
+        if most[-1]:
+            turn.release()
+        return parse(*args, **options)
+
+    with launches_noted() as noted:
+        for case in elementwise_cases(2, "cpu"):
+            case.run()
+    monkeypatch.setattr(ast, "parse", parse_slowly)
+    with launches_compiled(TARGETS["sm_90"]):
+        assert compile_noted(noted, 3, lambda: None) == 3
+    assert len(most) > 3
+    assert all(most)
 
 
 def test_the_counter_tells_of_what_was_forgotten(caplog):
