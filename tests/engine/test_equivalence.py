@@ -70,13 +70,19 @@ class TestSameBits:
         assert answers(engine, prompts(16), params) == solo[params]
 
 
+CROWD = [f"{index} {' '.join(WORDS[: 3 + index])}" for index in range(8)]
+CROWD_PARAMS = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=60, ignore_eos=True) for index in range(8)]
+
+
+@pytest.fixture(scope="module")
+def solo_of_crowd(plain):
+    return [answers(plain, [prompt], params)[0] for prompt, params in zip(CROWD, CROWD_PARAMS, strict=True)]
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-def test_with_a_pool_so_small_that_requests_give_way(dtype, plain, mode):
-    params = [SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=90, ignore_eos=True) for index in range(8)]
-    asked = [f"{index} {' '.join(WORDS[: 3 + index])}" for index in range(8)]
-    alone = [answers(plain, [prompt], one)[0] for prompt, one in zip(asked, params, strict=True)]
-    engine = llm(dtype=dtype, num_kv_blocks=24, preemption_mode=mode, swap_space=0.5)
-    assert answers(engine, asked, params) == alone
+def test_with_a_pool_so_small_that_requests_give_way(dtype, solo_of_crowd, mode):
+    engine = llm(dtype=dtype, num_kv_blocks=18, preemption_mode=mode, swap_space=0.5)
+    assert answers(engine, CROWD, CROWD_PARAMS) == solo_of_crowd
     counters = engine.llm_engine.scheduler.counters
     assert counters.num_preempted_swap + counters.num_preempted_recompute > 0
     assert mode != "swap" or counters.num_preempted_swap > 0
