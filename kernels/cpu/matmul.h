@@ -59,9 +59,9 @@ public:
                     const auto multiply = [&](auto&& tiles) {
                         keep ? tile_block<true>(a, count, w_.k_blocks, tiles, y) : tile_block<false>(a, count, w_.k_blocks, tiles, y);
                     };
-                    if (!first) multiply(CachedPanel{dense});
+                    if (!first) multiply(CachedPanel(dense));
                     else if (w_.format == Q4) multiply(Q4Panel(w_.block(panel, 0), w_.k_blocks, scratch_));
-                    else if (w_.format == Q8) multiply(Q8Panel{w_.block(panel, 0), scratch_, keep});
+                    else if (w_.format == Q8) multiply(Q8Panel(w_.block(panel, 0), scratch_, keep));
                     else multiply(DistantPanel{dense});
 #else
                     vector_block<Bf16Lane>(a, count, w_.k_blocks, dense, first && !scratch_, y);

@@ -26,6 +26,9 @@
 #define PS_BF16_DOT 0
 #endif
 
+// For what must not become a call, where the compiler would rather have one.
+#define PS_INLINE inline __attribute__((always_inline))
+
 namespace ps {
 
 constexpr int W = PS_LANES;
