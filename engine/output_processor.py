@@ -134,15 +134,18 @@ class OutputProcessor:
             opened = self._owners.get(row.seq_id)
             if opened is None or row.seq_id in judgement.failed:
                 continue
-            delta = deltas.setdefault(opened.request.request_id, Delta())
+            request_id = opened.request.request_id
+            delta = deltas.get(request_id)
+            if delta is None:
+                delta = deltas[request_id] = Delta()
             try:
                 if self._injector is not None:
                     self._injector.strike("judge", (row,))
                 judgement.verdicts |= self._judge_row(opened, row, result, delta)
                 if opened.beams is not None and row.samples:
-                    beams.setdefault(opened.request.request_id, []).append(row)
+                    beams.setdefault(request_id, []).append(row)
             except Exception as error:
-                logger.exception("request %s: an answer could not be judged", opened.request.request_id)
+                logger.exception("request %s: an answer could not be judged", request_id)
                 judgement.failed[row.seq_id] = f"{type(error).__name__}: {error}"
         for request_id, rows in beams.items():
             self._judge_beams(self._open[request_id], rows, result, deltas[request_id], judgement)

@@ -1,4 +1,8 @@
-"""What the caller gets: always a delta; `fold` makes the whole of many."""
+"""What the caller gets: always a delta; `fold` makes the whole of many.
+
+Nobody changes an output once it is made.  They are not frozen because each row of each step makes some, and making a frozen one
+takes twice as long.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class FinishReason(Enum):
     DEADLINE = "deadline"  # its time was over
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts of one request; each token is counted once, whatever was recomputed."""
 
@@ -30,7 +34,7 @@ class Usage:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """New text and tokens of one of the n answers.
 
@@ -48,7 +52,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # with the finish_reason, where answers were ranked
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A delta of one request's answers.  `finished` comes once, on the last; `error` says why it ended, if by a fault."""
 

@@ -91,8 +91,7 @@ class TokenLogprobs:
 Candidate = tuple[int, float]  # a token id and its logprob
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """What one sample of a row gave: a list of tokens, so that speculation changes no signature."""
 
     token_ids: tuple[int, ...]
