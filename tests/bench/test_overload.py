@@ -65,13 +65,13 @@ class Flood:
 
 
 async def flood(port: int, rate: float, seconds: float) -> Flood:
-    """Requests at this rate whatever becomes of them."""
+    """Requests at this rate whatever becomes of them.  Awake only when one is due: each wake-up takes a core from the server."""
     begun_s, num_before = time.monotonic(), await num_generated(port)
     asked: list[asyncio.Task[Reply]] = []
     while (now_s := time.monotonic() - begun_s) < seconds:
         while len(asked) < now_s * rate:
             asked.append(asyncio.create_task(exchange(port, {**BODY, "prompt": f"asked {len(asked)} {PROMPT}"})))
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(begun_s + len(asked) / rate - time.monotonic())
     num_made, took_s = await num_generated(port) - num_before, time.monotonic() - begun_s
     return Flood(await asyncio.gather(*asked), num_made / took_s)
 
