@@ -118,8 +118,8 @@ def compile_in_threads(launches: Sequence[NotedLaunch], num_threads: int, compil
 def parsed_in_turn() -> Iterator[None]:
     """Within it one thread at a time has Python parse a kernel's source.
 
-    Python 3.11 and 3.12 count for all threads together how deep in a syntax tree they are: now and then two of them at it end in
-    a SystemError, "AST constructor recursion depth mismatch".
+    Two at it ended now and then in a SystemError under Python 3.11, "AST constructor recursion depth mismatch": the depth in a
+    syntax tree is counted for all threads together.
     """
     parsed: Any = next(one for one in JITFunction.__mro__ if "parse" in vars(one))
     original = parsed.parse
