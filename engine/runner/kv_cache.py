@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -9,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from pagestream.engine.core.step_plan import BlockCopy
 from pagestream.kernels.kv_format import page_width
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-CACHE_LINE = 64  # bytes
 POPULATED_AT_ONCE = 4 << 20  # bytes of one layer's keys: two of the system's largest usual pages
 
 
@@ -100,11 +99,18 @@ def populate(pages: Tensor) -> bool:
 
 
 def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only where they are written; torch.zeros writes them all.  They begin at a cache line's beginning."""
+    """Zeros that take memory only where they are written; torch.zeros writes them all, and so does calloc in memory once freed."""
     num_bytes = math.prod(sizes) * dtype.itemsize
-    memory = np.zeros(num_bytes + CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(sizes)
+    if not num_bytes:
+        return torch.zeros(sizes, dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes for the KV cache: {error.strerror}") from error
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a wish: small pages serve too
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes)
 
 
 def move(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.runner.kv_cache import KVCache
+from pagestream.engine.runner.kv_cache import KVCache, lazy_zeros
 
 SHAPE = ModelShape(vocab_size=10, max_model_len=100, num_layers=2, num_kv_heads=2, head_size=64, eos_token_ids=frozenset())
 
@@ -27,10 +27,15 @@ def is_resident(pages):
 def test_a_populated_cache_has_memory_and_is_still_zero():
     cache = KVCache(SHAPE, block_size=16, num_blocks=9000, num_swap_blocks=0, dtype=torch.bfloat16, device=torch.device("cpu"))
     pages = [pages for layer in cache.layers for pages in (layer.k, layer.v)]
-    assert not all(all(is_resident(each)) for each in pages)
+    assert not any(all(is_resident(each)) for each in pages)
     cache.populate()
     assert all(all(is_resident(each)) for each in pages)
     assert not any(each.any() for each in pages)
+
+
+def test_memory_that_the_system_does_not_have_is_an_error_of_memory():
+    with pytest.raises(MemoryError, match=r"^70368744177664 bytes for the KV cache: Cannot allocate memory$"):
+        lazy_zeros((1 << 46,), torch.int8)
 
 
 PROGRAM = """
