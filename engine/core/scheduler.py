@@ -110,7 +110,7 @@ class Scheduler:
         self._make_room()
         lacking = self._shares.place_decodes(self.running)
         num_coming = min(len(self.waiting), self.limits.max_num_seqs - len(self.running))
-        self._shares.spare_decodes(num_waiting=len(lacking) + num_coming)
+        self._shares.spare_decodes(self.running, [*(group for group, _ in lacking), *self.waiting[:num_coming]])
         first = self._shares.place_prefills(lacking, 0 if plan.num_preempted else num_coming + len(self.swapped))
         num_reserved = first.num_reserved_tokens if first else 0
         if not plan.num_preempted:
@@ -323,6 +323,8 @@ class Scheduler:
             return
         sequence, _ = self._sequences[seq_id]
         sequence.token_ids += verdict.token_ids
+        if group.num_arrived_by_answer is None:
+            group.num_arrived_by_answer = self._num_arrived
         if verdict.finish_reason is not None:
             self._end_sequence(group, sequence, verdict.finish_reason)
 

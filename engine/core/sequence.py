@@ -69,12 +69,14 @@ class SequenceGroup:
     """
 
     __slots__ = (
-        "arrival_order", "fork_at", "has_beams", "num_unborn", "order", "request", "sequences", "status", "timeline", "unfinished",
+        "arrival_order", "fork_at", "has_beams", "num_arrived_by_answer", "num_unborn", "order", "request", "sequences", "status", "timeline",
+        "unfinished",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrival_order: int, order: tuple[int, int], first: Sequence):
         self.request = request
         self.arrival_order = arrival_order
+        self.num_arrived_by_answer: int | None = None  # requests that had arrived when its first token was there
         self.order = order  # among all groups of the scheduler, first in line first
         self.sequences = [first]
         self.unfinished = [first]

@@ -46,13 +46,19 @@ class StepShares:
                     lacking.append((group, sequence))
         return lacking
 
-    def spare_decodes(self, num_waiting: int) -> None:
+    def spare_decodes(self, running: SequenceOf[SequenceGroup], waiting: SequenceOf[SequenceGroup]) -> None:
         """Who decodes waits for the whole step: prompts beside him must not make it long, unless more wait than decode.
 
+        Of those who decode nobody counts who stood before the oldest of the waiting in line when both waited: that one has let
+        him go first once, and need not wait for his answer too.  So requests that come all at once are all soon under way.
         Many who decode, and long contexts, make a step long themselves: prompts beside them may be longer in proportion.
         """
         limits, num_decodes = self._limits, len(self._plan.rows)
-        if limits.max_num_prefill_tokens is None or not 0 < num_waiting <= num_decodes:
+        if limits.max_num_prefill_tokens is None or not waiting:
+            return
+        oldest = min(group.arrival_order for group in waiting)
+        num_counted = num_decodes - sum(len(group.unfinished) for group in running if stood_before(group, oldest))
+        if len(waiting) > num_counted:
             return
         in_proportion = limits.num_prefill_tokens_per_decode * num_decodes
         if limits.num_context_tokens_per_prefill_token:
@@ -77,6 +83,11 @@ class StepShares:
         for group, sequence in sorted(others, key=lambda pair: pair[1].num_uncomputed_tokens):
             self.place(group, sequence, self._plan.num_tokens_left - num_left)
         return FirstInLine(*oldest, num_reserved)
+
+
+def stood_before(group: SequenceGroup, arrival_order: int) -> bool:
+    """Whether it decodes, and waited before that arrival in line."""
+    return group.arrival_order < arrival_order < (group.num_arrived_by_answer or 0)
 
 
 def num_computable(group: SequenceGroup, sequence: Sequence) -> int:

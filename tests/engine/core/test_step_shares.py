@@ -45,9 +45,8 @@ def test_prompts_beside_decodes_keep_the_step_short():
     blocks = BlockManager(200, BLOCK_SIZE)
     run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), blocks))
     run.add(make_request("decodes", [1, 2, 3], 40))
-    run.add(make_request("prompt", [5] * 100, 2))
     run.step()
-    assert run.plans[-1].num_tokens == 64  # nobody decodes yet
+    run.add(make_request("prompt", [5] * 100, 2))
     while not run.texts["prompt"]:
         run.step()
         if len(run.plans[-1].scheduled) > 1:
@@ -96,3 +95,26 @@ def test_prompts_take_the_whole_step_where_more_wait_than_decode():
         run.step()
     run.step()
     assert run.plans[-1].num_tokens <= 2 + 10  # two decode, one waits
+
+
+def test_who_waited_behind_another_does_not_wait_for_his_answer_too():
+    run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), BlockManager(200, BLOCK_SIZE)))
+    run.add(make_request("first", [1, 2, 3], 40))
+    run.add(make_request("second", [5] * 100, 2))
+    run.step()
+    run.step()
+    assert run.texts["first"]
+    assert run.plans[-1].num_tokens == 1 + 100 - 61
+    run.run()
+
+
+def test_who_passed_a_long_prompt_is_spared_its_pieces():
+    run = FakeRun(Scheduler(SchedulerLimits(8, 64, max_num_prefill_tokens=10), BlockManager(200, BLOCK_SIZE)))
+    run.add(make_request("long", [5] * 300, 2))
+    run.step()
+    run.add(make_request("short", [1, 2, 3], 40))
+    run.step()
+    assert run.texts["short"]
+    run.step()
+    assert run.plans[-1].num_tokens == 1 + 10
+    run.run()
