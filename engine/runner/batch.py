@@ -28,26 +28,31 @@ class Batch:
 def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
     """Flatten the scheduled sequences in their order.  The plan must have at least one."""
     scheduled = plan.scheduled
+    num_rows = len(scheduled)
     num_new = [len(row.token_ids) for row in scheduled]
     starts = [row.start for row in scheduled]
     width = max(len(row.block_table) for row in scheduled)
     tables = np.array([row.block_table + (0,) * (width - len(row.block_table)) for row in scheduled], np.int32)
-    input_ids = np.fromiter(chain.from_iterable(row.token_ids for row in scheduled), np.int64, sum(num_new))
-    query_start = np.array([0, *accumulate(num_new)], np.int64)
-    if len(input_ids) == len(scheduled):
-        row_of_token, positions = np.arange(len(scheduled)), np.array(starts)
+    if max(num_new) == 1:
+        token_ids = [row.token_ids[0] for row in scheduled]
+        slots_of_rows = [row.block_table[row.start // block_size] * block_size + row.start % block_size for row in scheduled]
+        input_ids, positions, slots = np.array([token_ids, starts, slots_of_rows], np.int64)
+        query_start = np.arange(num_rows + 1)
     else:
-        row_of_token = np.repeat(np.arange(len(scheduled)), num_new)
+        input_ids = np.fromiter(chain.from_iterable(row.token_ids for row in scheduled), np.int64, sum(num_new))
+        query_start = np.array([0, *accumulate(num_new)], np.int64)
+        row_of_token = np.repeat(np.arange(num_rows), num_new)
         positions = np.arange(len(input_ids)) + (np.array(starts) - query_start[:-1])[row_of_token]
-    slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
     seq_lens = [start + count for start, count in zip(starts, num_new, strict=True)]
 
     sampling = [index for index, row in enumerate(scheduled) if row.samples]
+    last_rows = query_start[1:] - 1
     ids, where, slot_mapping, sampled_rows, query_starts, lens, block_tables = link.upload([
         input_ids,
         positions,
         slots,
-        query_start[1:][sampling] - 1,
+        last_rows if len(sampling) == num_rows else last_rows[sampling],
         query_start.astype(np.int32),
         np.array(seq_lens, np.int32),
         tables,
@@ -63,7 +68,7 @@ def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
             max_query_len=max(num_new),
             max_seq_len=max(seq_lens),
         ),
-        sampling=tuple(scheduled[index] for index in sampling),
+        sampling=scheduled if len(sampling) == num_rows else tuple(scheduled[index] for index in sampling),
         sampling_rows=sampled_rows,
         scored=tuple((row, int(query_start[index])) for index, row in enumerate(scheduled) if row.scored_token_ids),
         pooled=tuple(
