@@ -29,22 +29,13 @@ struct DecoderLayer {
 struct Together {
     Pool& pool;
 
+    // Short steps stay on one thread: waking the others costs more than a few rows.
     template <class F>
     void each(Span rows, const F& f) {
-        each(rows, f, [](long) {});
-    }
-    // Short steps stay on one thread: waking the others costs more than a few rows.  want(row) asks for what a row needs, which other
-    // threads have, while the row before is worked on.
-    template <class F, class Want>
-    void each(Span rows, const F& f, const Want& want) {
         constexpr long PER_CHUNK = 4;
         pool.run(ceil_div(rows.last - rows.first, PER_CHUNK), [&](long chunk, int) {
-            const long first = rows.first + chunk * PER_CHUNK, last = std::min(rows.last, first + PER_CHUNK);
-            want(first);
-            for (long row = first; row < last; ++row) {
-                if (row + 1 < last) want(row + 1);
-                f(row);
-            }
+            const long first = rows.first + chunk * PER_CHUNK;
+            for (long row = first; row < std::min(rows.last, first + PER_CHUNK); ++row) f(row);
         });
     }
     template <class Finish>
@@ -58,10 +49,6 @@ struct Alone {
     template <class F>
     void each(Span rows, const F& f) {
         for (long row = rows.first; row < rows.last; ++row) f(row);
-    }
-    template <class F, class Want>
-    void each(Span rows, const F& f, const Want&) {
-        each(rows, f);  // its own
     }
     template <class Finish>
     void multiply(const Linear& w, const Rows& x, Span rows, const Finish& finish) {
@@ -156,8 +143,7 @@ private:
         const long width = layer.qkv->n;
         crew.multiply(*layer.qkv, normed(crew, rows, layer.input_norm, *layer.qkv), rows,
                       [&](long row, long count, long panel, const float* y) { emit<false>(*layer.qkv, row, count, panel, y, qkv_, width); });
-        crew.each(rows, [&](long t) { turn(layer, batch, pages, t, angles_ + t * c_.rotary_dim, qkv_ + t * width); },
-                  [&](long t) { want_turned(batch, pages, t, qkv_ + t * width, width); });
+        crew.each(rows, [&](long t) { turn(layer, batch, pages, t, angles_ + t * c_.rotary_dim, qkv_ + t * width); });
     }
 
     // What the attention has found, through its linear, and the feed-forward part.
@@ -187,13 +173,6 @@ private:
     template <class Crew>
     void add_product(Crew& crew, const Linear& w, const Rows& a, Span rows) {
         crew.multiply(w, a, rows, [&](long row, long count, long panel, const float* y) { emit<true>(w, row, count, panel, y, x_, c_.hidden_size); });
-    }
-
-    // What a token's turn reads and writes: what other threads have multiplied, and 32 lines of each group's keys, far from each other.
-    PS_INLINE void want_turned(const Batch& batch, const Pages& pages, long t, const float* qkv, long width) const {
-        for (long i = 0; i < width; i += 16) __builtin_prefetch(qkv + i, 0, 3);
-        if (batch.slots[t] < 0) return;
-        for (long g = 0; g < c_.num_kv_heads; ++g) pages.want_token(batch.slots[t], g);
     }
 
     // One token's norms and rotation of its heads; its keys and values go to their slot, its queries to the attention.

@@ -47,15 +47,6 @@ struct Pages {
             put_every_other(static_cast<uint16_t*>(v) + 2 * (at + token / 2 * head_size), token % 2, halves);
         }
     }
-    // Asks for the lines that put_token will write, and for the right to write them.
-    PS_INLINE void want_token(long slot, long head) const {
-        const long at = granule(slot / block_size, head, slot % block_size), token = slot % GRANULE;
-        const long per_word = has_codes(format) ? 4 : per_lane(format);
-        const uint32_t* k_to = static_cast<const uint32_t*>(k) + at + token;
-        const uint32_t* v_to = static_cast<const uint32_t*>(v) + at + token / per_word * head_size;
-        for (long row = 0; row < head_size / per_word; ++row) __builtin_prefetch(k_to + row * GRANULE, 1, 3);
-        for (long i = 0; i < head_size; i += 16) __builtin_prefetch(v_to + i, 1, 3);
-    }
 
 private:
     // Along its axis the code in place p of a word is byte 0, 2, 1 or 3 of it: places 0 and 1 are one lane, 2 and 3 the next.
