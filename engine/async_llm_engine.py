@@ -262,6 +262,10 @@ class AsyncLLMEngine:
             found.append(info)
         return found
 
+    def refuse_while_full(self) -> None:
+        """Raises Overloaded where not even one more request of one sequence could be queued: known before anybody reads it."""
+        self._admission.check(1, 1, self._added)
+
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _check_open(self, num_requests: int, params: SamplingParams, time_left_s: float | None) -> None:

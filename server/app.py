@@ -18,7 +18,7 @@ from pagestream.server.journal import Journal
 from pagestream.server.key_limits import KeyLimits
 from pagestream.server.live import LiveFeed
 from pagestream.server.metrics import Metrics
-from pagestream.server.middleware import ApiKey, RequestContext
+from pagestream.server.middleware import ApiKey, RefuseWhileFull, RequestContext
 from pagestream.server.openapi import with_request_schemas
 from pagestream.server.pages import add_pages
 from pagestream.server.parameters import ENDPOINTS
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
 
 TITLE = "pagestream"
+QUEUED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings")
 ENDLESS = ("/v1/engine/events", "/v1/streams/{stream_id}")  # streams: who asks for their head would wait for their end
 EXPOSED_HEADERS = ["X-Request-Id", "Retry-After", "X-Should-Retry", "OpenAI-Processing-Ms"]  # to other origins' pages
 DESCRIPTION = "An OpenAI-compatible API over an async, streaming LLM engine with a paged KV cache."
@@ -83,6 +84,8 @@ def create_app(
         add_pages(app)
     answer_heads(app)
     # The last one added is the outermost.
+    queued = {route.path: route for route in app.routes if isinstance(route, APIRoute) and route.path in QUEUED}
+    app.add_middleware(RefuseWhileFull, engine=engine, routes=queued)
     if settings.api_keys:
         app.add_middleware(ApiKey, keys=settings.api_keys)
     if settings.allowed_origins:

@@ -7,19 +7,27 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagestream.engine import Overloaded
 from pagestream.server.errors import HttpError, error_response, is_anthropic, own_path
 from pagestream.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pagestream.engine import AsyncLLMEngine
 
 log = logging.getLogger(__name__)
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 CLIENT_LEFT = 499  # nginx's number; seen in logs and counters only
 PUBLIC = frozenset(("/", "/health", "/livez", "/readyz", "/version", "/metrics", "/openapi.json", "/docs"))
+IDEMPOTENCY_KEY = b"idempotency-key"
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -134,3 +142,27 @@ class ApiKey:
         # Every key is compared, and in constant time, so that timing tells nothing about them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return any(matches)
+
+
+class RefuseWhileFull:
+    """Refuses requests while the queue has no place, before a body is read and a prompt is cut into tokens.
+
+    A flood of refusals takes the cores from those who are served.  Whoever sends an Idempotency-Key may have his answer already.
+    """
+
+    def __init__(self, app: ASGIApp, engine: AsyncLLMEngine, routes: Mapping[str, BaseRoute]):
+        """routes: by their paths, those whose requests are queued."""
+        self.app = app
+        self.engine = engine
+        self.routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.routes.get(own_path(scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is not None and all(name != IDEMPOTENCY_KEY for name, _ in scope["headers"]):
+            try:
+                self.engine.refuse_while_full()
+            except Overloaded as error:
+                scope["route"] = route  # for the counters
+                await error_response(error, scope)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

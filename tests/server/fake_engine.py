@@ -379,9 +379,8 @@ class FakeEngine:
             raise InvalidRequest("x_fault needs a server started with --enable-fault-injection", param="x_fault")
         if self.is_dead:
             raise EngineDead("the engine has died")
-        if self.is_draining:
-            self.reject("draining", "the server is ending", 2.5)
         made = []
+        self.refuse_beyond(0)
         names = [param] * len(prompts) if isinstance(param, str) else param
         for place, (prompt, param) in enumerate(zip(prompts, names, strict=True)):
             ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
@@ -394,10 +393,18 @@ class FakeEngine:
                 raise ContextLengthExceeded(param=param, num_tokens=len(ids), max_tokens=wanted, limit=self.max_model_len)
             text = prompt if isinstance(prompt, str) else None
             made.append(FakeStream(self, f"{request_id}-{place}", text, ids, params, fault, pooling))
-        if len(self.streams) + len(made) > self.max_num_seqs + self.max_num_queued:
-            self.reject("queue_full", "the queue is full", 0.2)
+        self.refuse_beyond(len(made))
         self.streams += made
         return made
+
+    def refuse_while_full(self) -> None:
+        self.refuse_beyond(1)
+
+    def refuse_beyond(self, num_requests: int) -> None:
+        if self.is_draining:
+            self.reject("draining", "the server is ending", 2.5)
+        if len(self.streams) + num_requests > self.max_num_seqs + self.max_num_queued:
+            self.reject("queue_full", "the queue is full", 0.2)
 
     def reject(self, reason: str, message: str, retry_after_s: float) -> None:
         if self.listener:

@@ -133,6 +133,22 @@ def test_a_full_queue_is_told_at_once(start):
     assert live.metric('http_requests_total{handler="/v1/completions",method="POST",status="429"') == len(refused)
 
 
+def test_while_the_queue_is_full_nobody_is_read_but_who_may_have_his_answer_already(start):
+    live: Live = start({"max_num_seqs": 1, "max_num_queued": 0, "step_s": 0.02})
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(live.complete, prompt="A long story", max_tokens=100, **GREEDY)
+        while not live.metric("vllm:num_requests_running"):
+            time.sleep(0.01)
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"):
+            assert live.client.post(path, content=b"no JSON").status_code == 429, path
+            assert live.metric(f'http_requests_total{{handler="{path}",method="POST",status="429"') == 1
+        read = live.client.post("/v1/completions", json={"prompt": 7.5}, headers={"Idempotency-Key": "one"})
+        assert read.status_code == 400
+        assert live.client.get("/v1/models").status_code == 200
+        assert call.result().status_code == 200
+    assert live.complete(prompt="Again", max_tokens=2).status_code == 200
+
+
 def test_counters_close(start):
     live: Live = start()
     finished = 'vllm:request_success_total{engine="0",finished_reason="'
