@@ -263,8 +263,12 @@ class AsyncLLMEngine:
         return found
 
     def refuse_while_full(self) -> None:
-        """Raises Overloaded where not even one more request of one sequence could be queued: known before anybody reads it."""
-        self._admission.check(1, 1, self._added)
+        """Raises Overloaded where not even one more request of one sequence could be queued: known before anybody reads it.
+
+        Nothing where the engine is dead: what it last held says nothing about its queue.
+        """
+        if self._death is None:
+            self._admission.check(1, 1, self._added)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

@@ -166,6 +166,26 @@ async def test_the_end_of_the_loop_ends_every_stream(tiny_llama):
             await engine.add_requests("late", ["the"], GREEDY)
 
 
+async def test_a_full_queue_is_known_before_a_request_is_and_a_dead_engine_has_none(tiny_llama):
+    async with running(tiny_llama, max_num_seqs=1, max_num_queued_reqs=1) as engine:
+        engine.refuse_while_full()
+        (stream,) = await engine.add_requests("runs", ["the"], LONG)
+        await anext(stream)
+        await engine.add_requests("waits", ["the"], LONG)
+        with pytest.raises(Overloaded):
+            engine.refuse_while_full()
+
+        def broken(plan):
+            raise RuntimeError("the device is lost")
+
+        engine._engine.executor.execute = broken
+        engine._engine.add_request("second", "the lazy", LONG)
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+        engine.refuse_while_full()
+
+
 async def test_steps_leave_the_event_loop_free(tiny_llama):
     async with running(tiny_llama) as engine:
         (stream,) = await engine.add_requests("slow", ["the"], GREEDY, fault=Fault("slow", at_token=2, seconds=2.0))

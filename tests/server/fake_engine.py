@@ -398,7 +398,8 @@ class FakeEngine:
         return made
 
     def refuse_while_full(self) -> None:
-        self.refuse_beyond(1)
+        if not self.is_dead:
+            self.refuse_beyond(1)
 
     def refuse_beyond(self, num_requests: int) -> None:
         if self.is_draining:
