@@ -10,12 +10,13 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagestream.engine import Overloaded
+from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import HttpError, error_response, is_anthropic, own_path
 from pagestream.server.metrics import Metrics
 
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 CLIENT_LEFT = 499  # nginx's number; seen in logs and counters only
 PUBLIC = frozenset(("/", "/health", "/livez", "/readyz", "/version", "/metrics", "/openapi.json", "/docs"))
-IDEMPOTENCY_KEY = b"idempotency-key"
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -158,7 +158,7 @@ class RefuseWhileFull:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self.routes.get(own_path(scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if route is not None and all(name != IDEMPOTENCY_KEY for name, _ in scope["headers"]):
+        if route is not None and IDEMPOTENCY_KEY not in Headers(scope=scope):
             try:
                 self.engine.refuse_while_full()
             except Overloaded as error:

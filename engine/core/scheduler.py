@@ -323,7 +323,7 @@ class Scheduler:
             return
         sequence, _ = self._sequences[seq_id]
         sequence.token_ids += verdict.token_ids
-        if group.num_arrived_by_answer is None:
+        if not group.num_arrived_by_answer:
             group.num_arrived_by_answer = self._num_arrived
         if verdict.finish_reason is not None:
             self._end_sequence(group, sequence, verdict.finish_reason)

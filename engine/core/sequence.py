@@ -76,7 +76,7 @@ class SequenceGroup:
     def __init__(self, request: Request, arrival_order: int, order: tuple[int, int], first: Sequence):
         self.request = request
         self.arrival_order = arrival_order
-        self.num_arrived_by_answer: int | None = None  # requests that had arrived when its first token was there
+        self.num_arrived_by_answer = 0  # requests that had arrived when its first token was there; 0: it has none yet
         self.order = order  # among all groups of the scheduler, first in line first
         self.sequences = [first]
         self.unfinished = [first]

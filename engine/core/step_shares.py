@@ -87,7 +87,7 @@ class StepShares:
 
 def stood_before(group: SequenceGroup, arrival_order: int) -> bool:
     """Whether it decodes, and waited before that arrival in line."""
-    return group.arrival_order < arrival_order < (group.num_arrived_by_answer or 0)
+    return group.arrival_order < arrival_order < group.num_arrived_by_answer
 
 
 def num_computable(group: SequenceGroup, sequence: Sequence) -> int:
