@@ -68,7 +68,8 @@ class Journal:
     def admitted(self, answer: Answer, streams: Sequence[OutputStream]) -> None:
         """Note an answer's requests.  Whatever an earlier engine made of them is forgotten: it will be told again."""
         request = answer.request
-        body = request.model_dump_json(exclude_unset=True, warnings=False)  # strings and lists of them serve alike in some fields
+        # As the client wrote it; strings and lists of them serve alike in some fields.
+        body = request.model_dump_json(exclude_unset=True, by_alias=True, warnings=False)
         answer_row = (
             answer.id, answer.object_name, answer.created, body, answer.timeout_s, request.wants_resumable, time.time()
         )  # fmt: skip

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pagestream.engine import Begun, SamplingParams
+from pagestream.engine import Begun, ClientError, SamplingParams
 from pagestream.server.answer import Answer
 from pagestream.server.body import check
 from pagestream.server.chat import ChatAnswer, prepare
@@ -37,13 +37,20 @@ class Restorer:
         self._journal = journal
 
     async def resume_unfinished(self) -> None:
-        """At the start.  Each goes on for as long as a stream without a reader does; then it is ended."""
-        cut_off = await asyncio.to_thread(self._journal.unfinished)
+        """At the start.  Each goes on for as long as a stream without a reader does; then it is ended.
+
+        One that this server does not take, having other limits or templates than the one before, is left: nobody else's fault.
+        """
+        cut_off = [record for record in await asyncio.to_thread(self._journal.unfinished) if record.is_sound]
+        num_begun = 0
         for record in cut_off:
-            if record.is_sound:
+            try:
                 await self._begin(record)
+                num_begun += 1
+            except ClientError as error:
+                log.warning("%s was cut off and can't go on: %s", record.id, error)
         if cut_off:
-            log.info("%d answers that were cut off go on", len(cut_off))
+            log.info("%d answers that were cut off go on", num_begun)
 
     async def find(self, answer_id: str) -> SharedAnswer | None:
         """One that an earlier process had finished, or nobody had come back for in time."""

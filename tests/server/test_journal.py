@@ -145,6 +145,51 @@ def test_what_was_finished_can_be_read_after_a_restart(tiny_llama, tmp_path):
     assert len(record.requests[0].token_ids[0]) == 300
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "minLength": 20, "maxLength": 40}}, "required": ["a"]}
+STRUCTURED = {
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "structured_outputs": {"structured_outputs": {"json": SCHEMA}},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}], "tool_choice": "required"},
+}
+
+
+def as_if_cut_off(path: Path) -> None:
+    """Take the ends from what a journal has, as if the server had been killed right before them."""
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE requests SET finish_reason = NULL")
+
+
+@pytest.mark.parametrize("kind", STRUCTURED)
+def test_a_structured_answer_goes_on_after_a_restart(tiny_llama, tmp_path, kind):
+    path = tmp_path / "journal"
+    with served_with(tiny_llama, path) as live:
+        response = live.chat(max_tokens=100, temperature=1, seed=1, **STRUCTURED[kind], **RESUMABLE)
+        whole = parsed(response.content)
+        assert response.status_code == 200
+    as_if_cut_off(path)
+    with served_with(tiny_llama, path) as live:
+        assert [texts(resume(live, json.loads(whole[0][1])["id"], None))] == [texts(whole)]
+
+
+def texts(events: list[tuple[str, str]]) -> str:
+    """What an answer's deltas say together, the ids of calls aside, which are drawn anew."""
+    choices = [choice for _, data in events[:-1] for choice in json.loads(data)["choices"]]
+    calls = [call["function"].get("arguments", "") for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    return "".join([*(choice["delta"].get("content", "") for choice in choices), *calls])
+
+
+def test_what_a_server_does_not_take_any_more_keeps_nothing_else_from_going_on(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    with served_with(tiny_llama, path) as live:
+        first, second = (parsed(live.complete(**STORY, **RESUMABLE).content) for _ in range(2))
+    as_if_cut_off(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        body = json.dumps({"model": "m", "prompt": ["a"], "of_another_version": 1})
+        database.execute("UPDATE answers SET body = ? WHERE id = ?", (body, json.loads(first[0][1])["id"]))
+    with served_with(tiny_llama, path) as live:
+        assert told(resume(live, json.loads(second[0][1])["id"], None)) == told(second)
+
+
 def test_what_its_client_left_does_not_come_back(tiny_llama, tmp_path):
     path = tmp_path / "journal"
     with served_with(tiny_llama, path) as live:
