@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastapi import Request
+from starlette.types import Scope
 
 from pagestream.server.errors import HttpError, seconds
 from pagestream.server.state import server_state
@@ -79,5 +80,13 @@ def owner_of(http: Request) -> str:
     """Who pays: the hash of the key that was let in."""
     if not server_state(http).settings.api_keys:
         return ""
-    key = http.headers.get("authorization") or http.headers.get("x-api-key", "")
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(given_key(http.scope)).hexdigest()
+
+
+def given_key(scope: Scope) -> bytes:
+    """The key alone, so that it is one whatever header it comes in and however that is written; empty for none."""
+    headers = dict(scope["headers"])
+    kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if kind.lower() != b"bearer":
+        given = headers.get(b"x-api-key", b"")  # where clients of Anthropic's API put it
+    return given.strip()

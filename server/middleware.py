@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagestream.engine import Overloaded
 from pagestream.server.body import IDEMPOTENCY_KEY
 from pagestream.server.errors import HttpError, error_response, is_anthropic, own_path
+from pagestream.server.key_limits import given_key
 from pagestream.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -128,19 +129,16 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or is_public(own_path(scope)) or scope["method"] == "OPTIONS"
-        if is_open or self.holds_key(dict(scope["headers"])):
+        if is_open or self.holds_key(given_key(scope)):
             await self.app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = HttpError(401, "a valid key is needed: Authorization: Bearer <key>", code="invalid_api_key", headers=headers)
         await error_response(refusal, scope)(scope, receive, send)
 
-    def holds_key(self, headers: dict[bytes, bytes]) -> bool:
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")  # where clients of Anthropic's API put it
+    def holds_key(self, given: bytes) -> bool:
         # Every key is compared, and in constant time, so that timing tells nothing about them.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
+        matches = [hmac.compare_digest(given, key) for key in self.keys]
         return any(matches)
 
 

@@ -27,6 +27,23 @@ def test_a_key_has_so_many_requests_at_a_time(start, options):
     live.until(lambda: ask(live, "a").status_code == 200, "given back when the reader has left")
 
 
+WRITTEN = [
+    {"Authorization": "bearer a"},
+    {"Authorization": "BEARER  a"},
+    {"X-Api-Key": "a"},
+    {"Authorization": "Basic something", "X-Api-Key": "a"},
+]
+
+
+def test_a_key_is_one_however_it_is_written(start):
+    live: Live = start({"step_s": 0.01, "context": 100_000}, api_keys=("a",), max_requests_per_key=1)
+    head = {"Authorization": "Bearer a"}
+    with live.client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 50_000, "stream": True}, headers=head):
+        for path in ("/v1/completions", "/v1/embeddings"):
+            body = BODY if path == "/v1/completions" else {"model": "m", "input": "Hello"}
+            assert [live.client.post(path, json=body, headers=each).status_code for each in WRITTEN] == [429] * len(WRITTEN)
+
+
 TURNS = [{"role": "user", "content": "Hello"}]
 SHAPES = {
     "/v1/chat/completions": {"messages": TURNS, "max_tokens": 5},
