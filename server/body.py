@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 1 << 16  # arrays and objects; a parser makes so many in a tenth of a second, in which nobody else has a turn
 IDEMPOTENCY_KEY = "idempotency-key"
 MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
+# What a parser may make a float of that is no number: a constant, a large exponent, very many digits.
+MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{200}")
 
 KINDS = {
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "a boolean", "list_type": "an array",
@@ -68,7 +71,7 @@ def parse(raw: bytes, wire: type[Wire]) -> Wire:
             hint = f"; {wire.elsewhere[name]} takes it" if name in wire.elsewhere else ""
             raise InvalidRequest(f"{name} is not supported yet{hint}", param=name, code="unsupported_parameter")
     checked = check(wire, fields)
-    if b"NaN" in raw or b"Infinity" in raw:
+    if MAY_BE_INFINITE.search(raw):
         refuse_constants(fields)
     return checked
 
@@ -117,7 +120,7 @@ def refuse_constants(value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
-        raise InvalidRequest("NaN and Infinity are not JSON", code="invalid_json") from None
+        raise InvalidRequest("NaN and Infinity are not JSON, and a number is too large for a double", code="invalid_json") from None
 
 
 def check_structure(raw: bytes) -> None:

@@ -135,6 +135,13 @@ def test_nan_is_refused_where_any_value_may_stand(live: Live):
     assert live.raw(raw % b'"NaN"', CHAT).status_code == 200
 
 
+@pytest.mark.parametrize("number", [b"1e400", b"-1E+400", b"1e0400", b"1" + b"0" * 400 + b".0", b"9" * 250 + b".5e99"])
+def test_a_number_beyond_all_floats_is_refused_where_any_value_may_stand(live: Live, number):
+    raw = b'{"model":"m","input":"Hello","max_output_tokens":1,"tools":[{"type":"function","name":"f","parameters":{"maximum":%s}}]}'
+    refusal_of(live.raw(raw % number, "/v1/responses"))
+    assert live.raw(raw % b"1e300", "/v1/responses").json()["tools"][0]["parameters"] == {"maximum": 1e300}
+
+
 @pytest.mark.parametrize(
     "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp", ""]
 )
