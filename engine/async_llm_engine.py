@@ -222,7 +222,10 @@ class AsyncLLMEngine:
 
         making = asyncio.get_running_loop().run_in_executor(self._text_threads, make)
         try:
-            requests = await asyncio.wait_for(making, timeout_s)
+            # Not wait_for, which before Python 3.12 passes over a cancellation that comes just as the wait ends: whoever has left
+            # would have requests that nobody aborts.
+            async with asyncio.timeout(timeout_s):
+                requests = await making
         except TimeoutError:
             raise DeadlineExceeded(timeout_s or 0.0) from None
         left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrival_time_s)

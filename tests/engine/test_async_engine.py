@@ -1,6 +1,7 @@
 """The async door: streams over one loop, readers that leave or dawdle, the queue, the drain, and the end."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -71,6 +72,33 @@ async def test_a_reader_that_leaves_after_any_chunk_frees_everything(tiny_llama,
         told = await whole(neighbour)
         await until_idle(engine)
         assert told == await whole((await engine.add_requests("again", ["the quick"], GREEDY))[0])
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_who_leaves_in_the_moment_that_the_prompt_is_ready_has_no_request(tiny_llama, num_turns):
+    class Once:
+        """Makes a request on the loop's own thread, when told to."""
+
+        def submit(self, work):
+            self.done, self.work = concurrent.futures.Future(), work
+            return self.done
+
+    async with running(tiny_llama) as engine:
+        engine._text_threads.shutdown()
+        engine._text_threads = once = Once()
+        once.shutdown = lambda **_: None
+        adding = asyncio.create_task(engine.add_requests("leaver", ["the quick"], LONG, timeout_s=60))
+        await asyncio.sleep(0)
+        once.done.set_result(once.work())
+        for _ in range(num_turns):  # of the loop, until the task has had its news
+            await asyncio.sleep(0)
+        if adding.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await adding
+            assert not engine._engine.has_unfinished_requests() and not engine._added and not len(engine._streams)
+        else:
+            (await adding)[0].abort()
+            await until_idle(engine)
 
 
 async def test_a_slow_reader_finds_one_merged_delta_and_slows_nobody(tiny_llama):
