@@ -204,7 +204,9 @@ class AsyncLLMEngine:
         options = RequestOptions(
             priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline, timeout_s, pooling=pooling
         )
-        self._check_open(len(prompts), params, timeout_s)
+        # What has something to give ends with that, however late it is.
+        limit_s = None if any(each.output_token_ids for each in begun) else timeout_s
+        self._check_open(len(prompts), params, limit_s)
         self._check_unused(request_id)
 
         def make() -> list[Request]:
@@ -224,13 +226,13 @@ class AsyncLLMEngine:
         try:
             # Not wait_for, which before Python 3.12 passes over a cancellation that comes just as the wait ends: whoever has left
             # would have requests that nobody aborts.
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(limit_s):
                 requests = await making
         except TimeoutError:
-            raise DeadlineExceeded(timeout_s or 0.0) from None
-        left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrival_time_s)
+            raise DeadlineExceeded(limit_s or 0.0) from None
+        left_s = None if limit_s is None else limit_s - (time.monotonic() - arrival_time_s)
         if left_s is not None and left_s <= 0:
-            raise DeadlineExceeded(timeout_s or 0.0)
+            raise DeadlineExceeded(limit_s or 0.0)
         self._check_open(len(prompts), params, left_s)  # again: others may have come meanwhile
         self._check_unused(request_id)
         return [self._admit(request) for request in requests]

@@ -95,7 +95,9 @@ async def test_who_leaves_in_the_moment_that_the_prompt_is_ready_has_no_request(
         if adding.cancel():
             with pytest.raises(asyncio.CancelledError):
                 await adding
-            assert not engine._engine.has_unfinished_requests() and not engine._added and not len(engine._streams)
+            assert not engine._engine.has_unfinished_requests()
+            assert not engine._added
+            assert not len(engine._streams)
         else:
             (await adding)[0].abort()
             await until_idle(engine)

@@ -178,6 +178,23 @@ def texts(events: list[tuple[str, str]]) -> str:
     return "".join([*(choice["delta"].get("content", "") for choice in choices), *calls])
 
 
+def test_an_answer_whose_time_is_over_meanwhile_ends_with_what_there_is(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    with served_with(tiny_llama, path) as live:
+        whole = parsed(live.complete(**STORY, timeout_s=3600, **RESUMABLE).content)
+        stream_id = json.loads(whole[0][1])["id"]
+    as_if_cut_off(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM tokens WHERE rowid > (SELECT min(rowid) FROM tokens)")
+        database.execute("UPDATE tokens SET token_ids = substr(token_ids, 1, 8 * 10)")
+        database.execute("UPDATE answers SET at_s = at_s - 3600")
+    with served_with(tiny_llama, path) as live:
+        *choices, last = told(resume(live, stream_id, None))[0][0]
+        assert choices
+        assert choices == told(whole)[0][0][: len(choices)]
+        assert (last["finish_reason"], last["stop_reason"]) == ("length", "deadline")
+
+
 def test_what_a_server_does_not_take_any_more_keeps_nothing_else_from_going_on(tiny_llama, tmp_path):
     path = tmp_path / "journal"
     with served_with(tiny_llama, path) as live:
