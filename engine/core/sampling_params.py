@@ -31,7 +31,6 @@ BEAM_VALUES: dict[str, tuple[Any, ...]] = {
     "stop": ((),),
     "logit_bias": ((),),
     "allowed_token_ids": (None,),
-    "constraint": (None,),
 }
 
 
@@ -163,8 +162,9 @@ class SamplingParams:
                 raise InvalidRequest(f"use_beam_search needs {name} {allowed[0]!r}, not {getattr(self, name)!r}", param=name)
 
     def _check_constraint(self) -> None:
-        """Refuses what could leave a constrained answer without any token to go on with, or without its end."""
+        """Refuses what could leave a constrained answer without any token to go on with, or without its end, and beams."""
         for name, is_set in (
+            ("use_beam_search", self.use_beam_search),
             ("min_tokens", self.min_tokens > 0),
             ("ignore_eos", self.ignore_eos),
             ("allowed_token_ids", self.allowed_token_ids is not None),

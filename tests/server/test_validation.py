@@ -262,6 +262,7 @@ def test_what_asks_for_nothing_is_taken(live: Live):
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"use_beam_search": True, "temperature": 0}, "use_beam_search"),
         ({"use_beam_search": True, "n": 2}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0, "response_format": {"type": "json_object"}}, "use_beam_search"),
         ({"use_beam_search": True, "n": 2, "temperature": 0, "stop": "x"}, "stop"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"early_stopping": "never"}, "early_stopping"),
