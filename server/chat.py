@@ -68,7 +68,7 @@ class ChatAnswer(Answer):
                 choices[0]["prompt_logprobs"] = piece.prompt_logprobs
         reader = self._readers[piece.index]
         deltas = [as_delta(part) for part in parts_of(piece, reader)]
-        if not deltas and (piece.tokens or piece.token_ids):
+        if not deltas and (piece.tokens or piece.token_ids or piece.prompt_token_ids):
             deltas.append({"content": ""})
         logprobs = self.logprobs(piece) if piece.tokens else None
         for delta in deltas:

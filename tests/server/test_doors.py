@@ -182,10 +182,11 @@ def test_tls(tmp_path: Path):
             check_tls(bad)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 20])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_token_ids_come_where_asked_for(live: Live, path):
+def test_token_ids_come_where_asked_for(live: Live, path, num_tokens):
     asked = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    fields = {**asked, "n": 2, "seed": 3, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+    fields = {**asked, "n": 2, "seed": 3, "max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
     whole = live.post(path, **fields).json()["choices"]
     parts: list[dict[str, list[int]]] = [{"token_ids": [], "prompt_token_ids": []} for _ in range(2)]
     for event in events_of(live.post(path, **fields, stream=True)):
@@ -193,6 +194,6 @@ def test_token_ids_come_where_asked_for(live: Live, path):
             for name, found in parts[choice["index"]].items():
                 found += choice.get(name) or []
     assert [{name: choice[name] for name in parts[0]} for choice in whole] == parts
-    assert all(len(choice["token_ids"]) == 20 for choice in whole)
+    assert all(len(choice["token_ids"]) == num_tokens and choice["prompt_token_ids"] for choice in whole)
     plain = live.post(path, **(fields | {"return_token_ids": False})).json()["choices"][0]
     assert "token_ids" not in plain
