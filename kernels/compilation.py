@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 ALIGNMENT = 16  # bytes; pointers of that alignment are of another kind than others
@@ -96,13 +97,15 @@ def compile_noted(launches: list[NotedLaunch], num_threads: int, compiled: Calla
 
 
 def compile_in_threads(launches: Sequence[NotedLaunch], num_threads: int, compiled: Callable[[], object] = lambda: None) -> list[Any]:
-    """Triton's CompiledKernel of each launch; calls `compiled` after each."""
+    """Triton's CompiledKernel of each launch, loaded where there is a GPU to launch it on; calls `compiled` after each."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def compile_one(launch: NotedLaunch) -> Any:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        return launch.compile()
+        kernel = launch.compile()
+        load(kernel)
+        return kernel
 
     def told(future: Future[Any]) -> None:
         compiled()
@@ -112,6 +115,14 @@ def compile_in_threads(launches: Sequence[NotedLaunch], num_threads: int, compil
         for future in futures:
             future.add_done_callback(told)
         return [future.result() for future in futures]
+
+
+def load(kernel: Any) -> Any:
+    """Do what Triton leaves to a kernel's first launch, and return what launches it; None with a driver that only compiles.
+
+    Besides loading the code, Triton 3.6 has the system's compiler build a launcher then, which takes a quarter of a second.
+    """
+    return kernel.run if hasattr(driver.active, "launcher_cls") else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from pagestream.engine.watch import RequestWatch
 from pagestream.kernels.bench_cases import elementwise_cases
 from pagestream.kernels.compilation import CompilationCounter, compile_noted, launches_noted
 from pagestream.kernels.reshape_and_cache import reshape_and_cache
-from pagestream.kernels.static_analysis import TARGETS, launches_compiled
+from pagestream.kernels.static_analysis import TARGETS, CompileOnlyDriver, launches_compiled
 from pagestream.kernels.transfer import Array, PinnedLink
 
 CPU = torch.device("cpu")
@@ -168,6 +168,34 @@ def test_sources_are_parsed_one_at_a_time(tmp_path, monkeypatch):
         assert compile_noted(noted, 3, lambda: None) == 3
     assert len(most) > 3
     assert all(most)
+
+
+def test_kernels_are_loaded_where_they_are_compiled(monkeypatch):
+    """Some versions of Triton build a launcher with the system's compiler when a kernel is first launched: in a request's time."""
+    built, loaded = [], []
+
+    class Utils:
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": 1 << 20}
+
+        def load_binary(self, name: str, *others: Any) -> tuple[object, int, int, int, int]:
+            loaded.append(name)
+            return object(), 1, 32, 0, 1024
+
+    def build(source: Any, metadata: Any) -> Callable[..., None]:
+        built.append(threading.current_thread().name)
+        return lambda *args: None
+
+    with launches_noted() as noted:
+        for case in elementwise_cases(2, "cpu"):
+            case.run()
+    monkeypatch.setattr(CompileOnlyDriver, "launcher_cls", staticmethod(build), raising=False)
+    monkeypatch.setattr(CompileOnlyDriver, "utils", Utils(), raising=False)
+    with launches_compiled(TARGETS["sm_90"]):
+        assert compile_noted(noted, 2, lambda: None) == 3
+    assert sorted(loaded) == ["_reshape_and_cache_kernel", "_rms_norm_kernel", "_swiglu_kernel"]
+    assert len(built) == 3
+    assert all(name.startswith("pagestream-compile") for name in built)
 
 
 def test_the_counter_tells_of_what_was_forgotten(caplog):
