@@ -22,11 +22,11 @@ Array = NDArray[Any]
 class HostLink(Protocol):
     """How a step's arrays reach the device, and its results the host."""
 
-    def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
-        """The same numbers on the device; does not wait for it.
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The same numbers on the device; does not wait for it."""
 
-        into: bytes on the device to put them into, num_bytes(arrays) of them, so that they are where they were the last time.
-        """
+    def refill(self, target: Tensor, arrays: Sequence[Array]) -> None:
+        """Put the numbers into bytes on the device, num_bytes(arrays) of them, where `views` finds them; does not wait for it."""
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
         """The same numbers on the host.  Waits for all that was launched before: once a step is enough."""
@@ -38,11 +38,11 @@ class HostLink(Protocol):
 class SharedMemory:
     """A HostLink where the device is the host: nothing is copied but into a given place; arrays must be left alone afterwards."""
 
-    def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
-        if into is None:
-            return [torch.from_numpy(array) for array in arrays]
-        write(into, arrays)
-        return views(into, arrays)
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    def refill(self, target: Tensor, arrays: Sequence[Array]) -> None:
+        write(target, arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
         return [tensor.numpy() for tensor in tensors]
@@ -58,12 +58,15 @@ class PinnedLink:
         self._device = device
         self._pinned = pinned
 
-    def upload(self, arrays: Sequence[Array], into: Tensor | None = None) -> list[Tensor]:
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        target = torch.empty(num_bytes(arrays), dtype=torch.uint8, device=self._device)
+        self.refill(target, arrays)
+        return views(target, arrays)
+
+    def refill(self, target: Tensor, arrays: Sequence[Array]) -> None:
         staging = torch.empty(num_bytes(arrays), dtype=torch.uint8, pin_memory=self._pinned)
         write(staging, arrays)
-        target = torch.empty_like(staging, device=self._device) if into is None else into
         target.copy_(staging, non_blocking=True)
-        return views(target, arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Array]:
         targets = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned) for tensor in tensors]

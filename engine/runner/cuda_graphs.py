@@ -24,7 +24,7 @@ from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.sampling.choosing import Choice
 from pagestream.engine.sampling.kernel_chooser import KernelChooser, draws_of, table_arrays
 from pagestream.kernels.sampling import Sampled, sample
-from pagestream.kernels.transfer import Array, HostLink, num_bytes
+from pagestream.kernels.transfer import Array, HostLink, num_bytes, views
 
 PROGRESS_AFTER_S = 1.0  # a bar for what is done sooner would only flicker
 
@@ -133,7 +133,7 @@ class DecodeGraphs:
         graph = self._graphs[next(size for size in self._sizes if size >= len(rows))]
         draws = draws_of(rows, params)
         arrays = [*self._step_arrays(rows, graph.num_rows), *(padded(part, graph.num_rows) for part in table_arrays(draws))]
-        self._link.upload(arrays, into=graph.inputs)
+        self._link.refill(graph.inputs, arrays)
         graph.replay()
         return Replayed(graph.logits[: len(rows)], lambda: self._chooser.read(graph.sampled, draws, rows))
 
@@ -162,7 +162,8 @@ class DecodeGraphs:
         # Lengths of nobody: every row is padding, so that neither the warm-up nor the capture writes into the pool.
         arrays = [*self._step_arrays((), num_rows), *(padded(part, num_rows) for part in table_arrays(()))]
         inputs = torch.empty(num_bytes(arrays), dtype=torch.uint8, device=self._device)
-        input_ids, positions, slots, query_start, seq_lens, tables, floats, ints = self._link.upload(arrays, into=inputs)
+        self._link.refill(inputs, arrays)
+        input_ids, positions, slots, query_start, seq_lens, tables, floats, ints = views(inputs, arrays)
         table = self._chooser.parts.table(floats, ints)
         metadata = AttentionMetadata(
             positions=positions,

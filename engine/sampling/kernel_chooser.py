@@ -18,7 +18,7 @@ from pagestream.kernels.transfer import Array, HostLink
 SEEDS = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take twice as long to make: each row of each step makes one
 class KernelDraw:
     """One row of the kernel's table: a sample of a row of the logits."""
 

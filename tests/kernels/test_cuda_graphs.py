@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -190,11 +191,16 @@ class CountingLink(SharedMemory):
         self.num_fetched = 0
         self.is_at_work = False
 
-    def upload(self, arrays: Sequence[Array], into: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def upload(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         self.is_at_work = True
-        tensors = super().upload(arrays, into)
+        tensors = super().upload(arrays)
         self.is_at_work = False
         return tensors
+
+    def refill(self, target: torch.Tensor, arrays: Sequence[Array]) -> None:
+        self.is_at_work = True
+        super().refill(target, arrays)
+        self.is_at_work = False
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
         self.num_fetched += 1
@@ -242,6 +248,27 @@ def test_the_host_waits_once_a_step(model, with_graphs):
     admitted = Admitted(3, prompt_of(3), PARAMS[3], seed=3)
     setup.runner.execute(StepPlan(9, admitted=(admitted,), scheduled=(prompt,)))
     assert link.num_fetched == 4  # a chunk inside a prompt gives nothing to wait for
+
+
+def test_a_replay_makes_no_views_of_its_buffer(captured):
+    """They cost the host more than all else that it does before the launch, and nobody reads them again."""
+
+    class Views(TorchFunctionMode):
+        num_made = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_made += func is torch.Tensor.view
+            return func(*args, **(kwargs or {}))
+
+    assert captured.graphs is not None
+    graphs = captured.graphs._graphs
+    kept = graphs[2]
+    graphs[2] = dataclasses.replace(kept, replay=lambda: None)
+    rows = [ScheduledSequence(seq_id, (5,), 3, TABLES[seq_id], (Sample(seq_id, seq_id),)) for seq_id in (1, 2)]
+    with Views() as views:
+        captured.graphs.run(rows, [PARAMS[1], PARAMS[2]])
+    graphs[2] = kept
+    assert views.num_made == 0
 
 
 def test_the_watch_for_waits_sees_them():
