@@ -121,16 +121,19 @@ def _key(x):
 
 @triton.jit
 def _above(scores_ptr, top, pivot, V: tl.constexpr, BLOCK: tl.constexpr):
-    """How many scores have a key of at least `pivot`, and the sum of their exponentials, in the order of their blocks."""
-    count = 0
-    mass = 0.0
+    """How many scores have a key of at least `pivot`, and the sum of their exponentials, those of one place in a block first.
+
+    So the threads exchange theirs once at the end, not for each block.
+    """
+    counts = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         x = tl.load(scores_ptr + tokens, mask=tokens < V, other=float("-inf"))
         over = (_key(x) >= pivot) & (tokens < V)
-        count += tl.sum(over.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(over, tl.exp(x - top), 0.0), axis=0)
-    return count, mass
+        counts += over.to(tl.int32)
+        masses += tl.where(over, tl.exp(x - top), 0.0)
+    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
 
 
 @triton.jit
@@ -151,24 +154,29 @@ def _search(scores_ptr, top, low, high, low_count, want_count, want_mass, V: tl.
     Enough are want_count scores, or want_mass of their exponentials.  Each pass tries three pivots, so that an interval of keys
     shrinks to a quarter; it ends early once a single score is left in it, and then returns a key below that score's own.
     """
+    tl.static_assert(V <= 1023 * BLOCK)
     high_count = low_count * 0
     while (high - low > 1) & (low_count - high_count > 1):
         step = tl.maximum((high - low) // 4, 1)
         first, second, third = low + step, low + 2 * step, low + 3 * step
-        count1, count2, count3 = low_count * 0, low_count * 0, low_count * 0
-        mass1, mass2, mass3 = top * 0.0, top * 0.0, top * 0.0
+        counts = tl.zeros([BLOCK], tl.int32)  # of all three pivots, ten bits each, for registers are few
+        masses1, masses2, masses3 = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, V, BLOCK):
             tokens = start + tl.arange(0, BLOCK)
             x = tl.load(scores_ptr + tokens, mask=tokens < V, other=float("-inf"))
             weight = tl.exp(x - top)
-            key = _key(x).to(tl.int64)
-            over1, over2, over3 = (key >= first) & (tokens < V), (key >= second) & (tokens < V), (key >= third) & (tokens < V)
-            count1 += tl.sum(over1.to(tl.int32), axis=0)
-            count2 += tl.sum(over2.to(tl.int32), axis=0)
-            count3 += tl.sum(over3.to(tl.int32), axis=0)
-            mass1 += tl.sum(tl.where(over1, weight, 0.0), axis=0)
-            mass2 += tl.sum(tl.where(over2, weight, 0.0), axis=0)
-            mass3 += tl.sum(tl.where(over3, weight, 0.0), axis=0)
+            key = _key(x)
+            # The pivots lie between keys, which have 32 bits.
+            over1 = (key >= first.to(tl.int32)) & (tokens < V)
+            over2 = (key >= second.to(tl.int32)) & (tokens < V)
+            over3 = (key >= third.to(tl.int32)) & (tokens < V)
+            counts += over1.to(tl.int32) + (over2.to(tl.int32) << 10) + (over3.to(tl.int32) << 20)
+            masses1 += tl.where(over1, weight, 0.0)
+            masses2 += tl.where(over2, weight, 0.0)
+            masses3 += tl.where(over3, weight, 0.0)
+        count1, count2 = tl.sum(counts & 1023, axis=0), tl.sum((counts >> 10) & 1023, axis=0)
+        count3 = tl.sum(counts >> 20, axis=0)
+        mass1, mass2, mass3 = tl.sum(masses1, axis=0), tl.sum(masses2, axis=0), tl.sum(masses3, axis=0)
         low, high, low_count, high_count = _narrow(low, high, low_count, high_count, first, count1, mass1, want_count, want_mass)
         low, high, low_count, high_count = _narrow(low, high, low_count, high_count, second, count2, mass2, want_count, want_mass)
         low, high, low_count, high_count = _narrow(low, high, low_count, high_count, third, count3, mass3, want_count, want_mass)
@@ -202,10 +210,11 @@ def _draw_kernel(
     token = top_k * 0 - 1
     if (temperature >= GREEDY_BELOW) & truncates:
         mine = scores_ptr + row * V
-        peak = best
+        peaks = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            peak = tl.maximum(peak, tl.max(tl.load(mine + at, mask=at < V, other=float("-inf")), axis=0))
+            peaks = tl.maximum(peaks, tl.load(mine + at, mask=at < V, other=float("-inf")))
+        peak = tl.max(peaks, axis=0)
         if peak > float("-inf"):
             # Keys as 64 bit, so that their differences cannot overflow.
             high = _key(peak).to(tl.int64) + 1
@@ -245,13 +254,15 @@ def _draw_kernel(
                 x = tl.load(mine + at, mask=at < V, other=float("-inf"))
                 key = _key(x).to(tl.int64)
                 equal = ((key == keep_from) & (at < V)).to(tl.int32)
-                rank = seen_equal + tl.cumsum(equal, axis=0)
-                keep = (key > keep_from) | ((equal > 0) & (rank <= num_equal))
-                noisy = tl.where(keep, x + _gumbel(tl.load(ints + SEED), tl.load(ints + POSITION), at), float("-inf"))
-                block_best, index = tl.max(noisy, axis=0, return_indices=True, return_indices_tie_break_left=True)
-                token = tl.where(block_best > best, (start + index).to(tl.int64), token)
-                best = tl.maximum(best, block_best)
-                seen_equal += tl.sum(equal, axis=0)
+                # Of most blocks nothing is kept, and noise costs more than all else.
+                if tl.max(((key >= keep_from) & (at < V)).to(tl.int32), axis=0) > 0:
+                    rank = seen_equal + tl.cumsum(equal, axis=0)
+                    keep = (key > keep_from) | ((equal > 0) & (rank <= num_equal))
+                    noisy = tl.where(keep, x + _gumbel(tl.load(ints + SEED), tl.load(ints + POSITION), at), float("-inf"))
+                    block_best, index = tl.max(noisy, axis=0, return_indices=True, return_indices_tie_break_left=True)
+                    token = tl.where(block_best > best, (start + index).to(tl.int64), token)
+                    best = tl.maximum(best, block_best)
+                    seen_equal += tl.sum(equal, axis=0)
     else:
         bests = tl.load(stats + 2, mask=blocks < NUM_BLOCKS, other=float("-inf"))
         best, index = tl.max(bests, axis=0, return_indices=True, return_indices_tie_break_left=True)

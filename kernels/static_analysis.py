@@ -170,7 +170,7 @@ def _nvidia_figures(kernel: Any, listing: Listing) -> StaticFigures:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert usage is not None, "cuobjdump tells no registers"
     registers, spills = int(usage.group(1)), int(usage.group(2))
-    loop = innermost_loop(listing)
+    loop = largest_loop(listing)
     units = (("tcgen05", "UTC.*MMA"), ("wgmma", "GMMA"), ("mma", "[HIDQ]MMA"))
     unit = next((unit for unit, pattern in units if any(re.search(pattern, text) for _, text in listing)), "none")
     return StaticFigures(kernel.name, registers, spills, kernel.metadata.shared, kernel.metadata.num_warps, len(loop), loop, unit)
@@ -206,7 +206,7 @@ def disassembled(codes: Sequence[bytes], arch: int) -> list[Listing]:
     ]  # fmt: skip
 
 
-def innermost_loop(listing: Listing) -> tuple[str, ...]:
+def innermost_loops(listing: Listing) -> list[tuple[str, ...]]:
     """The instructions between a backward branch and its target, where no other such pair lies between."""
     loops = []
     for address, text in listing:
@@ -214,6 +214,11 @@ def innermost_loop(listing: Listing) -> tuple[str, ...]:
         if branch and int(branch.group(1), 16) < address:
             loops.append((int(branch.group(1), 16), address))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    bodies = [tuple(text for address, text in listing if low <= address <= high) for low, high in inner]
+    return [tuple(text for address, text in listing if low <= address <= high) for low, high in inner]
+
+
+def largest_loop(listing: Listing) -> tuple[str, ...]:
+    """Of the innermost ones, and of those with matrix instructions where there are such."""
+    bodies = innermost_loops(listing)
     with_matrix = [body for body in bodies if any("MMA" in text for text in body)]
     return max(with_matrix or bodies, key=len, default=())

@@ -22,7 +22,15 @@ from pagestream.kernels.bench_cases import (
 )
 from pagestream.kernels.compilation import launches_noted
 from pagestream.kernels.quant_matmul import COLS, PIECE_BYTES
-from pagestream.kernels.static_analysis import TARGETS, StaticFigures, compiled, figures_of
+from pagestream.kernels.static_analysis import (
+    TARGETS,
+    StaticFigures,
+    compiled,
+    disassembled,
+    figures_of,
+    innermost_loops,
+    machine_code,
+)
 
 MAX_PARAMETERS = 30  # each costs time at every launch
 MAX_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
@@ -114,6 +122,17 @@ def test_everything_else(target):
         "_rms_norm_kernel", "_swiglu_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel",
         "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel",
     }  # fmt: skip
+
+
+def test_the_search_for_a_threshold_walks_through_the_vocabulary_without_a_barrier():
+    """It does so some sixteen times a row; sums over the threads in every block made each walk twice as long."""
+    with launches_noted() as launches:
+        sampling_case(1, "cpu", top_k=5, top_p=0.5).run()
+    (kernel,) = compiled([launch for launch in launches if launch.kernel.fn.__name__ == "_draw_kernel"], TARGETS["sm_90"])
+    (listing,) = disassembled([machine_code(kernel.asm["cubin"])], 90)
+    walks = [loop for loop in innermost_loops(listing) if any("MUFU.EX2" in instruction for instruction in loop)]
+    assert len(walks) >= 4
+    assert not any("BAR" in instruction for loop in walks for instruction in loop)
 
 
 @pytest.mark.parametrize(("bits", "group", "bound"), [(4, 32, 4e12), (4, 128, 6e12), (8, 32, 5.5e12), (8, 128, 8e12)])
