@@ -63,7 +63,8 @@ class Timing:
 
 def seconds_of(run: Callable[[], object], *, repeats: int = 20) -> float:
     """Median time of one run on the GPU: captured once, replayed, the cache flushed in between."""
-    flush = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    # Read, not written: a cache full of what must yet go to memory would have the run wait for that.
+    flush = torch.zeros(CACHE_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -71,7 +72,7 @@ def seconds_of(run: Callable[[], object], *, repeats: int = 20) -> float:
         run()
     times = []
     for _ in range(repeats):
-        flush.zero_()
+        flush.sum()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
