@@ -19,16 +19,25 @@ WINDOW_S = 60.0
 
 @dataclass(slots=True)
 class Account:
-    """Of one key."""
+    """Of one key.  Remembers one minute, also where nobody asks what was spent."""
 
     num_running: int = 0
     spent: deque[tuple[float, int]] = field(default_factory=deque)  # when a request ended, and its tokens
+    _num_tokens: int = 0  # of all that is in `spent`
+
+    def spend(self, now_s: float, num_tokens: int) -> None:
+        self._forget(now_s)
+        self.spent.append((now_s, num_tokens))
+        self._num_tokens += num_tokens
 
     def num_tokens(self, now_s: float) -> int:
         """Within the last minute."""
+        self._forget(now_s)
+        return self._num_tokens
+
+    def _forget(self, now_s: float) -> None:
         while self.spent and now_s - self.spent[0][0] > WINDOW_S:
-            self.spent.popleft()
-        return sum(tokens for _, tokens in self.spent)
+            self._num_tokens -= self.spent.popleft()[1]
 
 
 class Lease:
@@ -46,7 +55,7 @@ class Lease:
             self._is_open = False
             self._account.num_running -= 1
             if num_tokens:
-                self._account.spent.append((self._clock(), num_tokens))
+                self._account.spend(self._clock(), num_tokens)
 
 
 class KeyLimits:

@@ -95,3 +95,14 @@ def test_the_window_moves():
         limits.take("a")
     now_s = 61.0
     limits.take("a").give_back(3)
+
+
+def test_no_more_than_a_minute_is_remembered_where_there_is_no_limit():
+    now_s = 0.0
+    limits = KeyLimits(None, None, lambda: now_s)
+    for second in range(1000):
+        now_s = float(second)
+        limits.take("a").give_back(10)
+    account = limits._accounts["a"]
+    assert len(account.spent) == 61
+    assert account.num_tokens(now_s) == 610
