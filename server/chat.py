@@ -120,13 +120,15 @@ async def prepare(kind: type[A], request: ChatRequest, engine: AsyncLLMEngine, s
         token_ids = engine.tokenizer.encode(text, False)
         return token_ids[0] if len(token_ids) == 1 else None
 
-    plan = request.reply_plan(engine.chat_template, settings.parsers, token_id_of)
-    params = request.sampling_params(plan)
-    messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
-    # In a helper thread: a long conversation must not hold the loop that everybody's streams run on.
-    prompt = await asyncio.to_thread(engine.render_chat, **messages, **request.template_arguments())
-
     def decode(token_ids: Sequence[int]) -> str:
         return engine.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    return kind(request, params, lambda: plan.reader(prompt), lambda: plan.reasoning_counter(prompt, decode)), prompt
+    def prepared() -> tuple[A, str]:
+        plan = request.reply_plan(engine.chat_template, settings.parsers, token_id_of)
+        params = request.sampling_params(plan)
+        messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
+        prompt = engine.render_chat(**messages, **request.template_arguments())
+        return kind(request, params, lambda: plan.reader(prompt), lambda: plan.reasoning_counter(prompt, decode)), prompt
+
+    # In a helper thread: neither a long conversation nor large schemas must hold the loop that everybody's streams run on.
+    return await asyncio.to_thread(prepared)

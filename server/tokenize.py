@@ -55,7 +55,7 @@ async def tokenize(http: Request) -> dict[str, Any]:
     state = server_state(http)
     engine, text = state.engine, request.prompt
     if request.messages is not None:
-        _, text = await prepare(ChatAnswer, request.as_chat(), engine, state.settings)
+        _, text = await prepare(ChatAnswer, await asyncio.to_thread(request.as_chat), engine, state.settings)
 
     def encode() -> dict[str, Any]:
         default = request.messages is None

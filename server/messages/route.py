@@ -17,13 +17,14 @@ from pagestream.server.state import server_state
 
 async def create_message(http: Request) -> Response:
     request = await read_body(http, MessagesRequest)
-    return await respond_as(http, MessagesAnswer, request, request.as_chat(), "messages")
+    return await respond_as(http, MessagesAnswer, request, await asyncio.to_thread(request.as_chat), "messages")
 
 
 async def count_tokens(http: Request) -> dict[str, int]:
     """The tokens of the very prompt that a message would get, its tools and its template included; nothing is generated."""
     state = server_state(http)
-    request = (await read_body(http, CountTokensRequest)).as_chat()
+    asked = await read_body(http, CountTokensRequest)
+    request = await asyncio.to_thread(asked.as_chat)
     check_name(http, request.model)
     _, prompt = await prepare(MessagesAnswer, request, state.engine, state.settings)
     tokens = await asyncio.to_thread(state.engine.tokenizer.encode, prompt, request.adds_special_tokens)

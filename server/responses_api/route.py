@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import Request, Response
 
 from pagestream.server.body import read_body
@@ -12,4 +14,4 @@ from pagestream.server.shaped import respond_as
 
 async def create_response(http: Request) -> Response:
     request = await read_body(http, ResponsesRequest)
-    return await respond_as(http, ResponseAnswer, request, request.as_chat(), "input")
+    return await respond_as(http, ResponseAnswer, request, await asyncio.to_thread(request.as_chat), "input")

@@ -15,8 +15,12 @@ import uvicorn
 
 from pagestream.engine import StartError
 from pagestream.server.args import keys_in
+from pagestream.server.conversation import ChatRequest, Message
+from pagestream.server.messages.wire import Conversation
+from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.serving import bind, bind_unix, check_tls
 from pagestream.server.settings import Tls
+from pagestream.server.tokenize import TokenizeRequest
 from tests.server.conftest import Live, events_of, refusal_of
 
 
@@ -197,3 +201,32 @@ def test_token_ids_come_where_asked_for(live: Live, path, num_tokens):
     assert all(len(choice["token_ids"]) == num_tokens and choice["prompt_token_ids"] for choice in whole)
     plain = live.post(path, **(fields | {"return_token_ids": False})).json()["choices"][0]
     assert "token_ids" not in plain
+
+
+TURNS = [{"role": "user", "content": "Hi"}]
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 1},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": TURNS},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    "/tokenize": {"messages": TURNS},
+}
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_a_conversation_is_read_and_planned_beside_the_event_loop(live: Live, monkeypatch, path):
+    """A body's worth of turns or of tools takes a good part of a second, in which nobody else would have a turn."""
+    threads = set()
+    for owner, name in (
+        (Conversation, "chat_fields"), (ResponsesRequest, "as_chat"), (TokenizeRequest, "as_chat"),
+        (ChatRequest, "reply_plan"), (Message, "as_template_input"),
+    ):  # fmt: skip
+
+        def noted(*arguments: Any, work: Any = getattr(owner, name)) -> Any:
+            threads.add(threading.get_ident())
+            return work(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+    assert live.post(path, **CONVERSATIONS[path]).status_code == 200
+    assert threads
+    assert live.on_loop(threading.get_ident) not in threads
