@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream.engine.core.errors import Overloaded
+from pagestream.engine.core.errors import InvalidRequest, Overloaded
 from pagestream.engine.core.request import Request
 from pagestream.engine.llm_engine import LLMEngine
 from pagestream.engine.metrics import QueuePlace
@@ -47,6 +47,13 @@ class AdmissionControl:
     def _busy_s(self) -> float:
         now_s = time.monotonic() if self._idle_since_s is None else self._idle_since_s
         return now_s - self._idle_s
+
+    def check_fits(self, num_requests: int, num_sequences: int, param: str) -> None:
+        """Raises InvalidRequest where so many would not fit even while nobody else is here: no waiting would help."""
+        max_num_seqs, max_num_queued = self._engine.intake.limits.max_num_seqs, self._limits.max_num_reqs
+        if num_requests > 1 and num_beyond([num_sequences] * num_requests, max_num_seqs) > max_num_queued:
+            most = max_num_seqs // num_sequences + max_num_queued
+            raise InvalidRequest(f"{param} holds {num_requests}, and this engine takes at most {most} of these at once", param=param)
 
     def check(
         self, num_requests: int, num_sequences: int, inbox: Sequence[Request], time_left_s: float | None = None

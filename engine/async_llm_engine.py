@@ -204,6 +204,7 @@ class AsyncLLMEngine:
         options = RequestOptions(
             priority, cache_salt, fault, add_special_tokens, truncate_prompt_tokens, include_timeline, timeout_s, pooling=pooling
         )
+        self._admission.check_fits(len(prompts), params.num_sequences, param if isinstance(param, str) else param[0].partition("[")[0])
         # What has something to give ends with that, however late it is.
         limit_s = None if any(each.output_token_ids for each in begun) else timeout_s
         self._check_open(len(prompts), params, limit_s)

@@ -147,6 +147,17 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back(tiny_llama):
         await until_idle(engine)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_the_queue_can_never_hold_is_no_reason_to_come_back(tiny_llama, n):
+    async with running(tiny_llama, max_num_seqs=2, max_num_queued_reqs=4) as engine:
+        params, most = replace(GREEDY, n=n, max_tokens=2), 2 // n + 4
+        with pytest.raises(InvalidRequest, match=f"at most {most} of these") as refused:
+            await engine.add_requests("many", ["the"] * (most + 1), params, param=[f"input[{at}]" for at in range(most + 1)])
+        assert refused.value.param == "input"
+        await asyncio.gather(*(whole(stream) for stream in await engine.add_requests("most", ["the"] * most, params)))
+        await until_idle(engine)
+
+
 async def test_a_fault_ends_one_stream_after_what_it_had(tiny_llama):
     async with running(tiny_llama) as engine:
         (marked,) = await engine.add_requests("marked", ["the"], GREEDY, fault=Fault("raise", at_token=5))
