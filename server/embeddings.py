@@ -91,6 +91,8 @@ class Embeddings:
             for start in range(0, len(inputs), INPUTS_AT_ONCE):
                 end = start + INPUTS_AT_ONCE
                 await self._add(inputs[start:end], places[start:end], end_s)
+        except DeadlineExceeded:
+            raise DeadlineExceeded(self._timeout_s or 0.0) from None  # of all of them, not of what a part had left
         finally:
             lease.give_back(self._num_tokens)
         usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
