@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -26,9 +27,29 @@ class InputMessage(WireModel):
     content: Text | Several[ContentPart]
     id: Text | None = None
     status: Text | None = None
+    phase: None = None
 
     def as_chat(self) -> dict[str, Any]:
         return {"role": self.role, "content": joined(self.content)}
+
+
+class ReasoningPart(WireModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class Reasoning(WireModel):
+    """What the assistant thought, as an answer held it; it belongs to what the assistant says or calls next."""
+
+    type: Literal["reasoning"]
+    content: Several[ReasoningPart] | None = None
+    summary: Several[ReasoningPart] | None = Field(None, description="Counts where there is no content.")
+    encrypted_content: None = None
+    id: Text | None = None
+    status: Text | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "reasoning_content": joined(self.content or self.summary)}
 
 
 class FunctionCall(WireModel):
@@ -38,6 +59,10 @@ class FunctionCall(WireModel):
     arguments: Text
     id: Text | None = None
     status: Text | None = None
+    # What clients know of it and say nothing in.
+    async_: None = Field(None, alias="async")
+    caller: None = None
+    namespace: None = None
 
     def as_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -47,12 +72,12 @@ class FunctionCall(WireModel):
 class FunctionCallOutput(WireModel):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text
+    output: Text | Several[ContentPart]
     id: Text | None = None
     status: Text | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": joined(self.output)}
 
 
 def item_kind(item: Any) -> Any:
@@ -61,10 +86,27 @@ def item_kind(item: Any) -> Any:
 
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
+    | Annotated[Reasoning, Tag("reasoning")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
     Discriminator(item_kind),
 ]
+
+
+def turns_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """What the assistant thought, said and called one after the other is one turn of a chat: many templates take no two in a row."""
+    turns: list[dict[str, Any]] = []
+    for item in items:
+        turn = item.as_chat()
+        last: dict[str, Any] = turns[-1] if turns else {"role": ""}
+        is_same = last["role"] == turn["role"] == "assistant"
+        if is_same and isinstance(item, FunctionCall):
+            last.setdefault("tool_calls", []).extend(turn["tool_calls"])
+        elif is_same and isinstance(item, InputMessage) and "reasoning_content" in last and not last["content"] and "tool_calls" not in last:
+            last["content"] = turn["content"]
+        else:
+            turns.append(turn)
+    return turns
 
 
 class FunctionTool(WireModel):
@@ -149,7 +191,7 @@ class ResponsesRequest(ModelRequest):
 
     def as_chat(self) -> ChatRequest:
         """Raises InvalidRequest."""
-        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else [item.as_chat() for item in self.input]
+        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else turns_of(self.input)
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunctionTool):

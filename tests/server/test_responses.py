@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from pagestream.server.responses_api.shapes import ResponseObject
+from pagestream.server.responses_api.wire import ResponsesRequest
 from tests.server.conftest import Live, refusal_of, served_model
 from tests.tiny_models import make_checkpoint
 
@@ -78,6 +79,40 @@ def test_tools_are_called_and_answered(real: Live):
     turns = [{"role": "user", "content": "Hello"}, call.to_dict()]
     turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."})
     assert both_ways(real, input=turns, tools=[TOOL], max_output_tokens=4).usage.input_tokens > response.usage.input_tokens
+
+
+def test_items_come_back_as_the_client_dumps_them(real: Live):
+    call = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 100}
+    for asked in ({"max_output_tokens": 4}, call):
+        (item,) = both_ways(real, input="Hello", **asked).output
+        for dumped in (item.to_dict(), item.model_dump(by_alias=True)):
+            turns = [{"role": "user", "content": "Hello"}, dumped]
+            assert real.post("/v1/responses", input=turns, max_output_tokens=1).status_code == 200
+
+
+def test_what_the_assistant_thought_said_and_called_is_one_turn():
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "status": "completed"}
+    calls = [{"type": "function_call", "call_id": name, "name": name, "arguments": "{}"} for name in "abc"]
+    outputs = [{"type": "function_call_output", "call_id": name, "output": [{"type": "input_text", "text": name * 2}]} for name in "ab"]
+    items = [
+        {"role": "user", "content": "Hello"},
+        {**thought, "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"role": "assistant", "content": "Well."},
+        *calls[:2], *outputs,
+        {**thought, "summary": [{"type": "summary_text", "text": "Again."}]},
+        calls[2],
+        {"role": "assistant", "content": "So."},
+    ]  # fmt: skip
+    chat = ResponsesRequest.model_validate({"model": "m", "input": items}).as_chat()
+    called = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in "abc"]
+    assert [message.as_template_input() for message in chat.messages] == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Well.", "reasoning_content": "Hm.", "tool_calls": called[:2]},
+        {"role": "tool", "content": "aa", "tool_call_id": "a"},
+        {"role": "tool", "content": "bb", "tool_call_id": "b"},
+        {"role": "assistant", "content": "", "reasoning_content": "Again.", "tool_calls": called[2:]},
+        {"role": "assistant", "content": "So."},
+    ]
 
 
 @pytest.mark.parametrize(
