@@ -368,7 +368,7 @@ F = {"type": "function", "function": {"name": "f"}}
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ("/v1/messages", {"system": 5}, "system"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
+        ("/v1/responses", {"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
         ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
     ],
 )
