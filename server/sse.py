@@ -6,13 +6,14 @@ Events have ids only where the client asked for a stream that can be resumed (se
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pagestream.engine import EngineError
 from pagestream.server.answer import Answer, encode
@@ -73,6 +74,47 @@ async def answer_bytes(answer: Answer) -> AsyncIterator[bytes]:
         yield b"".join([data_event(event.data) for event in events])
 
 
+class WatchedSend:
+    """What a response sends with.  Once that has waited for `timeout_s`, the `async with` around it ends with TimeoutError.
+
+    One timer that looks now and then costs less than a time limit for each event, which was a quarter of all that an event costs.
+    """
+
+    def __init__(self, send: Send, timeout_s: float):
+        self._send = send
+        self._timeout_s = timeout_s
+        self._limit = asyncio.timeout(None)
+        self._num_waiting = 0  # an event and a ping can wait at the same time, and then for the same
+        self._since_s = 0.0
+
+    async def __call__(self, message: Message) -> None:
+        if self._num_waiting == 0:
+            self._since_s = self._loop.time()
+        self._num_waiting += 1
+        try:
+            await self._send(message)
+        finally:
+            self._num_waiting -= 1
+
+    async def __aenter__(self) -> WatchedSend:
+        self._loop = asyncio.get_running_loop()
+        await self._limit.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._timer.cancel()
+        await self._limit.__aexit__(*raised)
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        due_s = (self._since_s if self._num_waiting else now_s) + self._timeout_s
+        if now_s >= due_s:
+            self._limit.reschedule(now_s)
+        else:
+            self._timer = self._loop.call_at(due_s, self._look)
+
+
 class EventStream(EventSourceResponse):
     """A response of events.  A reader who takes nothing for `slow_reader_timeout_s` is cut off; `release` is called at the end."""
 
@@ -94,9 +136,9 @@ class EventStream(EventSourceResponse):
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})},
             ping=settings.sse_keep_alive_interval_s,
             ping_message_factory=ping,
-            send_timeout=settings.slow_reader_timeout_s or None,
             sep="\n",
         )
+        self._slow_reader_timeout_s = settings.slow_reader_timeout_s or math.inf
 
     def release(self) -> None:
         """Nobody reads it any more."""
@@ -104,11 +146,16 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Not in the generator alone: one that never started runs no `finally`.
         try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            log.info("a reader has taken nothing for %g s and is cut off", self.send_timeout)
+            async with WatchedSend(send, self._slow_reader_timeout_s) as watched:
+                await super().__call__(scope, receive, watched)
+        except TimeoutError:
+            log.info("a reader has taken nothing for %g s and is cut off", self._slow_reader_timeout_s)
         finally:
             self.release()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """What sse-starlette does where it has no `send_timeout`, but for the cancel scope around each event."""
+        await send(message)
 
 
 class AnswerStream(EventStream):

@@ -44,6 +44,12 @@ def test_a_slow_but_living_reader_is_not_cut_off(start):
             raw += piece
 
 
+def test_no_limit_for_slow_readers_is_no_limit(start):
+    live: Live = start({"step_s": 0.001}, slow_reader_timeout_s=0, sse_keep_alive_interval_s=0.02)
+    answer = live.complete(prompt="Hello", max_tokens=100, ignore_eos=True, stream=True)
+    assert answer.content.endswith(b"data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"resumable": True}}], ids=["plain", "resumable"])
 def test_a_stream_that_waits_says_where_it_stands(start, options):
     live: Live = start({"max_num_seqs": 1, "step_s": 0.01, "context": 1000}, sse_keep_alive_interval_s=0.05)
