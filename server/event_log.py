@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from pagestream.engine import InvalidRequest
-from pagestream.server.sse import Event, data_event
+from pagestream.server.sse import NO_LANE, Event, data_event
 
 MAX_WRITE_BYTES = 1 << 16
 EVENT_BYTES = 150  # what an event costs besides its text
@@ -54,6 +54,9 @@ class EventLog:
                 while at < len(self._events) and len(block) < MAX_WRITE_BYTES:
                     event = self._events[at]
                     at += 1
+                    if event.lane == NO_LANE:
+                        block += written(event, [])
+                        continue
                     had[event.lane] += 1
                     if had[event.lane] > after[event.lane]:
                         block += written(event, list(map(max, had, after)) if with_ids else [])

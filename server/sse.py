@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from pagestream.engine import EngineError
+from pagestream.engine import EngineDead, EngineError
 from pagestream.server.answer import Answer, encode
 from pagestream.server.errors import ApiError, as_api_error
 from pagestream.server.settings import ServerSettings
@@ -23,10 +23,14 @@ from pagestream.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 DONE = "[DONE]"
+NO_LANE = -1
 
 
 class Event(NamedTuple):
-    """What one event says.  `lane` is the choice it tells of, or their number for what concerns all of them."""
+    """What one event says.  `lane` is the choice it tells of, or their number for what concerns all of them.
+
+    With NO_LANE it is no part of the answer, and has no place in it.
+    """
 
     lane: int
     data: str
@@ -57,6 +61,8 @@ async def answer_events(answer: Answer) -> AsyncIterator[list[Event]]:
         if last:
             yield [Event(last_lane, f'{head},"choices":[],{encode(last)[1:]}')]
     except Exception as error:
+        if isinstance(error, EngineDead):
+            last_lane = NO_LANE  # a later engine may go on with the answer, and end it otherwise
         yield [Event(last_lane, encode(broken_off(answer, error).envelope()))]
     yield [Event(last_lane, DONE)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -176,6 +177,26 @@ def texts(events: list[tuple[str, str]]) -> str:
     choices = [choice for _, data in events[:-1] for choice in json.loads(data)["choices"]]
     calls = [call["function"].get("arguments", "") for choice in choices for call in choice["delta"].get("tool_calls", ())]
     return "".join([*(choice["delta"].get("content", "") for choice in choices), *calls])
+
+
+def test_a_stream_that_the_servers_end_cut_off_goes_on_from_the_last_id_it_had(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    slow = {"kind": "slow", "at_token": 20, "seconds": 0.5}
+    with served_with(tiny_llama, path) as live:
+        whole = told(parsed(live.complete(**STORY, **RESUMABLE).content))
+        stopping, raw = None, b""
+        body = {"model": "m", **STORY, **RESUMABLE, "x_fault": slow}
+        with live.client.stream("POST", "/v1/completions", json=body) as response:
+            for piece in response.iter_raw():
+                stopping = stopping or asyncio.run_coroutine_threadsafe(live.engine.stop(), live.loop)
+                raw += piece
+        assert stopping is not None
+        stopping.result(60)
+    begun = raw[: raw.rindex(b"\n\n", 0, raw.index(b'data: {"error"')) + 2]
+    ids = [line[4:] for line in raw.decode().split("\n") if line.startswith("id: ")]
+    assert ids[-1] == parsed(begun)[-1][0]
+    with served_with(tiny_llama, path) as live:
+        assert told(parsed(begun) + resume(live, json.loads(parsed(begun)[0][1])["id"], ids[-1])) == whole
 
 
 def test_an_answer_whose_time_is_over_meanwhile_ends_with_what_there_is(tiny_llama, tmp_path):
