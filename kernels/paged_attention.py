@@ -6,7 +6,7 @@ Floor:   per layer 2 c G D e bytes for a context of c tokens of e bytes an eleme
 How:     A program takes (sequence, block of query tokens, leaf of the context, KV head) from the list of kernels.attention_plan;
          the query rows of one KV head are one tile, so each key is read once.  Programs are as many as the GPU holds and draw
          their next item by a ticket.  Who finishes the last leaf of a group merges the group, who finishes the last group
-         writes the output: no second launch, and every counter is back at zero afterwards.
+         writes the output, at once where there is one: no second launch, and every counter is back at zero afterwards.
 Source:  Kwon et al. 2023, PagedAttention; Dao et al. 2023, Flash-Decoding; Hong et al. 2024, LeanAttention (splits of one
          length; unlike it, ours never end where a program's share ends, because a row's bits must not depend on its company).
 """
@@ -195,26 +195,30 @@ def _paged_attention_kernel(
                         A_BLOCK,
                         B_BLOCK,
                     )
-                    # In the sequence's slots the result takes the place of the group's first leaf, which nobody needs any more.
-                    result_row = group_row + tl.where(is_split, 0, GROUP + group - first_group) * leaf_step
-                    _store_state(partials_ptr, result_row, live, m, den, a, b, D, A_SIZE, A_BLOCK, B_BLOCK)
-                    arrived = group - first_group
                     if leaf >= 0:
                         tl.store(counter, 0)
-                        arrived = tl.atomic_add(counters + 1, 1, sem="acq_rel")
-                    if arrived == num_groups - 1:
+                    finished = (high > low) & (num_groups == 1)
+                    if num_groups > 1:
+                        # In the sequence's slots the result takes the place of the group's first leaf, which nobody needs any more.
+                        result_row = group_row + tl.where(is_split, 0, GROUP + group - first_group) * leaf_step
+                        _store_state(partials_ptr, result_row, live, m, den, a, b, D, A_SIZE, A_BLOCK, B_BLOCK)
+                        arrived = group - first_group
                         if leaf >= 0:
-                            tl.store(counters + 1, 0)
-                        m, den, a, b = empty_state(M, A_BLOCK, B_BLOCK)
-                        m, den, a, b = initial_state(m, den, a, b, sinks_ptr, heads)
-                        total_row = leaf_row + tl.where(is_split, 0, GROUP) * leaf_step
-                        second = tl.where(is_split, GROUP - low % GROUP, 1) * leaf_step
-                        step = tl.where(is_split, GROUP, 1) * leaf_step
-                        m, den, a, b = _fold(
-                            m, den, a, b, partials_ptr, total_row, second, step, num_groups, live, D, A_SIZE, A_BLOCK, B_BLOCK
-                        )
-                        finished = high > low
-        if high - low <= 1:
+                            arrived = tl.atomic_add(counters + 1, 1, sem="acq_rel")
+                        if arrived == num_groups - 1:
+                            if leaf >= 0:
+                                tl.store(counters + 1, 0)
+                            m, den, a, b = empty_state(M, A_BLOCK, B_BLOCK)
+                            m, den, a, b = initial_state(m, den, a, b, sinks_ptr, heads)
+                            total_row = leaf_row + tl.where(is_split, 0, GROUP) * leaf_step
+                            second = tl.where(is_split, GROUP - low % GROUP, 1) * leaf_step
+                            step = tl.where(is_split, GROUP, 1) * leaf_step
+                            m, den, a, b = _fold(
+                                m, den, a, b, partials_ptr, total_row, second, step, num_groups, live, D, A_SIZE, A_BLOCK, B_BLOCK
+                            )
+                            finished = high > low
+        if num_groups <= 1:
+            # What one leaf or one group gives needs no second meeting.
             one_m, one_den, one_a, one_b = m, den, a, b
             m, den, a, b = empty_state(M, A_BLOCK, B_BLOCK)
             m, den, a, b = initial_state(m, den, a, b, sinks_ptr, heads)

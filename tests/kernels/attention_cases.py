@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagestream.kernels import reference
-from pagestream.kernels.attention_plan import AttentionConfig, make_plan, make_workspace
+from pagestream.kernels.attention_plan import AttentionConfig, AttentionWorkspace, make_plan, make_workspace
 from pagestream.kernels.kv_format import allocate_pages, is_quantised
 from pagestream.kernels.paged_attention import paged_attention
 
@@ -74,8 +74,6 @@ def make_case(
 
 def run(case: Case, config: AttentionConfig = SMALL, *, num_sms: int = 1, num_slots: int = 512, workspace=None) -> Tensor:
     """The kernels' answer, after checking that they left every counter at zero."""
-    options = dict(case.options)
-    window = options.pop("window", None)
     if workspace is None:
         kv_heads = case.k_cache.shape[1]
         workspace = make_workspace(
@@ -83,17 +81,23 @@ def run(case: Case, config: AttentionConfig = SMALL, *, num_sms: int = 1, num_sl
             max_seq_len=int(case.seq_lens.max()), num_sms=num_sms, num_slots=num_slots,
         )  # fmt: skip
         workspace.partials.fill_(float("nan"))
+    out = launch(case, config, workspace)
+    assert not workspace.arrivals.any()
+    assert not workspace.tickets.any()
+    return out
+
+
+def launch(case: Case, config: AttentionConfig, workspace: AttentionWorkspace) -> Tensor:
+    options = dict(case.options)
+    window = options.pop("window", None)
     plan = make_plan(
         case.seq_lens, case.query_start, config, workspace, heads_per_kv=case.per_kv,
         num_tokens=case.q.shape[0], max_query_len=max(case.query_lens), window=window,
     )  # fmt: skip
     upcast = case.q.dtype == torch.bfloat16
-    out = paged_attention(
+    return paged_attention(
         case.q, case.k_cache, case.v_cache, case.block_tables, plan, workspace, config, upcast=upcast, **options
     )
-    assert not workspace.arrivals.any()
-    assert not workspace.tickets.any()
-    return out
 
 
 def oracle(case: Case) -> Tensor:

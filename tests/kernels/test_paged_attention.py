@@ -10,7 +10,7 @@ import torch
 from pagestream.kernels.attention_plan import make_plan, make_workspace
 from pagestream.kernels.kv_format import allocate_pages
 from pagestream.kernels.paged_attention import paged_attention
-from tests.kernels.attention_cases import SMALL, make_case, oracle, run
+from tests.kernels.attention_cases import SMALL, launch, make_case, oracle, run
 
 HEAD_SIZES = [64, 80, 96, 112, 128, 192, 256]
 GROUPS = [(1, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (16, 1), (12, 3)]  # query heads, KV heads
@@ -157,6 +157,16 @@ def test_replay_with_changed_buffers_equals_a_fresh_run():
     for lens in ([20, 3, 1], [100, 99, 66]):
         case.seq_lens.copy_(torch.tensor(lens))
         assert torch.equal(run(case, workspace=workspace), run(case))
+
+
+@pytest.mark.parametrize("seq_len", [33, 64])
+def test_one_group_of_leaves_does_not_meet_others(seq_len):
+    """Whoever is last of its leaves has the answer: no partial result and no counter of a second level, which take time."""
+    case = make_case([(2, seq_len)])
+    workspace = make_workspace(4, 2, 64, SMALL, "cpu", max_seq_len=seq_len, num_sms=1, num_slots=8)
+    workspace.arrivals[..., 1] = 7
+    torch.testing.assert_close(launch(case, SMALL, workspace).double(), oracle(case), atol=1e-5, rtol=0)
+    assert (workspace.arrivals[..., 1] == 7).all()
 
 
 def test_block_ids_of_a_large_pool_do_not_overflow():
