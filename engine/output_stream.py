@@ -29,13 +29,22 @@ class OutputStream:
         self._abort = abort
         self._slots: deque[RequestOutput] = deque()  # at most one, unless the reader wants each delta
         self._keeps_deltas = False
+        self._num_at_once = 1  # so many deltas wake the reader
         self._error: EngineError | None = None
         self._is_last = False  # nothing will be put any more
         self._news = asyncio.Event()
 
-    def keep_deltas(self) -> None:
-        """Deliver each delta as it was made, for a reader that keeps them all anyway and never dawdles."""
-        self._keeps_deltas = True
+    @property
+    def usage(self) -> Usage:
+        """Of all that was put, read or not."""
+        return self._usage
+
+    def keep_deltas(self, num_at_once: int = 1) -> None:
+        """Deliver each delta as it was made, for a reader that keeps them all anyway and never dawdles.
+
+        num_at_once: how many wait before they are delivered, unless the request ends: a reader in no hurry is woken less often.
+        """
+        self._keeps_deltas, self._num_at_once = True, num_at_once
 
     def put(self, output: RequestOutput) -> None:
         if self._is_last:
@@ -51,7 +60,8 @@ class OutputStream:
             self._is_last = True
             if output.error is not None:
                 self._error = RequestFailed(output.error)
-        self._news.set()
+        if self._is_last or len(self._slots) >= self._num_at_once:
+            self._news.set()
 
     def expire(self) -> None:
         """End it at its deadline with what was put, without the engine: its step goes on, and nobody knows how long.

@@ -126,7 +126,8 @@ class Answer(ABC):
         for stream in self.streams:
             stream.abort()
         if self.lease is not None:
-            self.lease.give_back(sum(usage.num_prompt_tokens + usage.num_output_tokens for usage in self._usages))
+            usages = [stream.usage for stream in self.streams]
+            self.lease.give_back(sum(usage.num_prompt_tokens + usage.num_output_tokens for usage in usages))
 
     @property
     def num_choices(self) -> int:

@@ -25,6 +25,7 @@ Asked = TypeVar("Asked", bound=ModelRequest)
 Prompts = Sequence[str | list[int]]
 
 MAX_TIMEOUT_S = 86400
+DELTAS_OF_WHOLE = 64  # at a time, of an answer that is sent whole: by each, its reader would be woken for nothing
 
 
 async def read_request(http: Request, wire: type[Asked]) -> Asked:
@@ -141,9 +142,9 @@ async def admit(state: ServerState, answer: Answer, prompts: Prompts, param: str
             lease.give_back(0)
         raise
     answer.lease = lease
-    if request.wants_resumable:
+    if request.wants_resumable or not request.stream:
         for stream in streams:
-            stream.keep_deltas()
+            stream.keep_deltas(1 if request.stream else DELTAS_OF_WHOLE)
     answer.begin(streams, engine.tokenizer)
     answer.find_place = lambda: engine.queue_place(answer.id)
     if journal is not None:

@@ -113,6 +113,32 @@ async def test_a_slow_reader_finds_one_merged_delta_and_slows_nobody(tiny_llama)
         assert outputs[0].outputs[0].token_ids == expected
 
 
+async def test_a_reader_in_no_hurry_is_woken_by_several_deltas(tiny_llama):
+    async with running(tiny_llama) as engine:
+        expected = await whole((await engine.add_requests("each", ["the quick"], GREEDY))[0])
+        (stream,) = await engine.add_requests("several", ["the quick"], GREEDY)
+        stream.keep_deltas(8)
+        first = await anext(stream)
+        assert stream.usage.num_output_tokens >= 8
+        outputs = [first] + [output async for output in stream]
+        assert len(outputs) >= len(expected) == 24
+        assert fold(outputs).outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0.2}, {"fault": Fault("raise", at_token=3)}], ids=["deadline", "fault"])
+async def test_a_reader_in_no_hurry_is_told_every_end(tiny_llama, options):
+    async with running(tiny_llama) as engine:
+        (stream,) = await engine.add_requests("hurried", ["the quick"], replace(LONG, max_tokens=480), **options)
+        stream.keep_deltas(10_000)
+        outputs = []
+        with contextlib.suppress(RequestFailed):
+            async for output in stream:
+                outputs.append(output)
+        assert stream.is_finished
+        assert stream.usage.num_output_tokens == sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        await until_idle(engine)
+
+
 async def test_a_short_prompt_that_comes_later_is_answered_before_a_long_one(tiny_llama):
     async with running(tiny_llama, max_num_batched_tokens=16, max_num_seqs=4) as engine:
         (long,) = await engine.add_requests("long", [[7] * 480], SamplingParams(max_tokens=4))

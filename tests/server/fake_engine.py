@@ -132,8 +132,12 @@ class FakeStream:
     def abort(self) -> None:
         self.engine.end(self, FinishReason.ABORT, None)
 
-    def keep_deltas(self) -> None:
+    def keep_deltas(self, num_at_once: int = 1) -> None:
         """They are kept anyway."""
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt_token_ids), self.num_output_tokens, 0)
 
     # One step
 
@@ -165,8 +169,7 @@ class FakeStream:
             self.engine.end(self, reason, None)
 
     def output(self, outputs: tuple[CompletionOutput, ...]) -> RequestOutput:
-        usage = Usage(len(self.prompt_token_ids), self.num_output_tokens, 0)
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, usage=usage)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, usage=self.usage)
 
     def embedding(self) -> tuple[float, ...]:
         """Four numbers that float32 holds, of the prompt and the pooling."""
