@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("check.sh")
+GRACE_S = 3
 STAND_IN = """#!/bin/sh
 echo "$*" >>"$RECORD"
 case "$*" in *"$BROKEN"*) echo "FAILED something"; exit 3;; esac
@@ -35,6 +37,23 @@ def test_every_part_runs_once_and_the_goals_come_last(tmp_path):
     assert commands[-1].startswith("tests/gpu/goals.py")
     assert 1 <= sum("tests/gpu/test_kernels.py" in line for line in commands) <= 12
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["tests.log"]  # the stand-in writes no figures
+
+
+def test_all_times_together_are_less_than_eight_minutes():
+    """Each part's, and what it may take to be killed after it; parts in a loop count as often as they run."""
+    total = 0.0
+    repeats = 1
+    for line in SCRIPT.read_text().splitlines():
+        if loop := re.match(r"for \w+ in ([a-z ]+); do", line):
+            repeats = len(loop.group(1).split())
+        elif line == "done":
+            repeats = 1
+        if limit := re.search(r"timeout -k (\d+) (\d+)", line):
+            total += int(limit.group(1)) + int(limit.group(2))  # the tests' processes run side by side
+        elif limit := re.match(r'\s*run "\S+" (\d+) ', line):
+            total += repeats * (int(limit.group(1)) + GRACE_S)
+    assert re.search(rf'timeout -k {GRACE_S} "\$limit"', SCRIPT.read_text())
+    assert 300 < total < 8 * 60
 
 
 @pytest.mark.parametrize("broken", ["test_kernels.py", "--part decode", "end_to_end.py", "goals.py"])
