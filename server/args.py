@@ -16,7 +16,7 @@ from pagestream.server.tools.plan import Parsers
 from pagestream.server.tools.syntax import SYNTAXES
 
 MODEL, CACHE, SCHEDULING, DEVICE, SERVER, TESTING = "Model", "KV cache", "Scheduling", "Device", "Server", "Testing"
-SECONDS = ("sse_keep_alive_interval", "drain_timeout", "slow_reader_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep")
+SECONDS = ("sse_keep_alive_interval", "drain_timeout", "slow_reader_timeout", "slow_sender_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep")
 
 # As vLLM reads them: 32k is 32,000 and 32K is 32,768.
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -125,6 +125,7 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
         max_requests_per_key=options["max_requests_per_key"],
         max_tokens_per_minute_per_key=options["max_tokens_per_minute_per_key"],
         slow_reader_timeout_s=options["slow_reader_timeout"],
+        slow_sender_timeout_s=options["slow_sender_timeout"],
         stall_timeout_s=options["stall_timeout"],
         stream_resume_timeout_s=options["stream_resume_timeout"],
         stream_keep_s=options["stream_keep"],

@@ -26,6 +26,7 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 1 << 16  # arrays and objects; a parser makes so many in a tenth of a second, in which nobody else has a turn
 IDEMPOTENCY_KEY = "idempotency-key"
 MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
+MIN_BYTES_SENT = 1 << 15  # of a body, each time that `--slow-sender-timeout` runs out; half a kilobyte a second by default
 # What a parser may make a float of that is no number: a constant, a large exponent, very many digits.
 MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{200}")
 
@@ -41,7 +42,7 @@ Location = tuple[int | str, ...]
 async def read_body(http: Request, wire: type[Wire]) -> Wire:
     """The request's body as this wire type.
 
-    Raises HttpError (413, 415), InvalidRequest, and starlette's ClientDisconnect where the client leaves meanwhile.
+    Raises HttpError (408, 413, 415), InvalidRequest, and starlette's ClientDisconnect where the client leaves meanwhile.
     """
     # One rule for all: JSON must be called JSON.  It also keeps other sites' pages off a local server, since a browser
     # sends this type across origins only after asking.
@@ -54,7 +55,8 @@ async def read_body(http: Request, wire: type[Wire]) -> Wire:
         raise HttpError(
             415, f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is", code="unsupported_encoding", headers=hint
         )
-    raw = await read_limited(http, server_state(http).settings.max_body_bytes)
+    settings = server_state(http).settings
+    raw = await read_limited(http, settings.max_body_bytes, settings.slow_sender_timeout_s)
     if IDEMPOTENCY_KEY in http.headers:
         http.state.body_digest = hashlib.sha256(raw).hexdigest()
     if len(raw) <= MAX_BYTES_ON_LOOP:
@@ -76,18 +78,28 @@ def parse(raw: bytes, wire: type[Wire]) -> Wire:
     return checked
 
 
-async def read_limited(http: Request, max_body_bytes: int) -> bytes:
-    too_large = HttpError(
-        413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large", headers={"Connection": "close"}
-    )
+async def read_limited(http: Request, max_body_bytes: int, slow_sender_timeout_s: float = 0.0) -> bytes:
+    """The body, of which each such time (0: no limit) must bring MIN_BYTES_SENT or the end.  Raises HttpError (408, 413)."""
+    closing = {"Connection": "close"}
+    too_large = HttpError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large", headers=closing)
     length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_body_bytes:
         raise too_large
     body = bytearray()
-    async for piece in http.stream():
-        body += piece
-        if len(body) > max_body_bytes:
-            raise too_large
+    num_wanted = MIN_BYTES_SENT
+    clock = asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(slow_sender_timeout_s or None) as limit:
+            async for piece in http.stream():
+                body += piece
+                if len(body) > max_body_bytes:
+                    raise too_large
+                if len(body) >= num_wanted and slow_sender_timeout_s:
+                    num_wanted = len(body) + MIN_BYTES_SENT
+                    limit.reschedule(clock() + slow_sender_timeout_s)
+    except TimeoutError:
+        told = f"the body came too slowly: less than {MIN_BYTES_SENT} bytes of it in {slow_sender_timeout_s:g} s"
+        raise HttpError(408, told, code="request_timeout", headers=closing) from None
     return bytes(body)
 
 

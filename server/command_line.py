@@ -167,6 +167,9 @@ def serve(
     slow_reader_timeout: Annotated[
         float, option("--slow-reader-timeout", SERVER, "Seconds after which a reader who takes nothing is cut off; 0: never.")
     ] = 120.0,
+    slow_sender_timeout: Annotated[
+        float, option("--slow-sender-timeout", SERVER, "Seconds for a request's head, and for each 32 KiB of its body; 0: for ever.")
+    ] = 60.0,
     stall_timeout: Annotated[
         float, option("--stall-timeout", SERVER, "Seconds without the end of a step after which /readyz says 503; 0: never.")
     ] = 60.0,
@@ -209,7 +212,7 @@ def serve(
         where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
         print_start(engine, settings, where, uds)
         engine.populate_cache()
-        code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings.drain_timeout_s, tls)
+        code = serve_until_ended(create_app(engine, settings, metrics, opened), engine, bound, settings, tls)
     if uds is not None:
         Path(uds).unlink(missing_ok=True)
     if engine.is_dead and code:

@@ -1,9 +1,11 @@
-"""HTTP/1.1 as uvicorn speaks it, with refusals in the envelope that all others have."""
+"""HTTP/1.1 as uvicorn speaks it, with refusals in the envelope that all others have, and an end to who never ends a request."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from http import HTTPStatus
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,7 +14,52 @@ from pagestream.server.errors import HttpError, as_api_error, json_response
 
 
 class EnvelopeProtocol(H11Protocol):
-    """What is no HTTP request never reaches the application, whose envelope uvicorn does not know."""
+    """What is no HTTP request never reaches the application, whose envelope uvicorn does not know.
+
+    Nor does one whose head takes longer than `slow_sender_timeout_s` (0: for ever), though it holds a connection.  The same time
+    bounds what is left of a body whose answer is out already; one that a route waits for is `read_limited`'s matter.
+    """
+
+    def __init__(self, *arguments: Any, slow_sender_timeout_s: float = 0.0, **options: Any):
+        super().__init__(*arguments, **options)
+        self._slow_sender_timeout_s = slow_sender_timeout_s
+        self._sender_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_sender()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch_sender()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch_sender(self) -> None:
+        """Start or stop the timer, by whose turn it is.  Between two requests it is uvicorn's, whose own timer runs then."""
+        ours, theirs = self.conn.our_state, self.conn.their_state
+        is_head = ours is theirs is h11.IDLE and self.timeout_keep_alive_task is None
+        is_left_over = ours is h11.DONE and theirs is h11.SEND_BODY
+        if not (is_head or is_left_over) or self._slow_sender_timeout_s <= 0:
+            self._stop_watching()
+        elif self._sender_timer is None:
+            self._sender_timer = self.loop.call_later(self._slow_sender_timeout_s, self._give_up_sender)
+
+    def _stop_watching(self) -> None:
+        if self._sender_timer is not None:
+            self._sender_timer.cancel()
+            self._sender_timer = None
+
+    def _give_up_sender(self) -> None:
+        self._sender_timer = None
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:  # who never sent a byte gets none
+            refusal = f"the request's head did not arrive within {self._slow_sender_timeout_s:g} s"
+            self._refuse(HttpError(408, refusal, code="request_timeout"))
+        self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Called where h11 has raised.  Says what was wrong, and nothing where an answer has begun: it would be read as a part of that."""
@@ -20,10 +67,13 @@ class EnvelopeProtocol(H11Protocol):
             error = sys.exception()
             status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
             reason = "its head is too large" if status == 431 else str(error or msg)
-            told = as_api_error(HttpError(status, f"no valid HTTP request: {reason}", code="invalid_http"))
-            body = json_response(told.envelope()).body
-            headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-            head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
-            for event in (head, h11.Data(data=bytes(body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self._refuse(HttpError(status, f"no valid HTTP request: {reason}", code="invalid_http"))
         self.transport.close()
+
+    def _refuse(self, refusal: HttpError) -> None:
+        told = as_api_error(refusal)
+        body = json_response(told.envelope()).body
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        head = h11.Response(status_code=told.status, headers=headers, reason=HTTPStatus(told.status).phrase.encode())
+        for event in (head, h11.Data(data=bytes(body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")

@@ -20,7 +20,7 @@ ERRORS = {
     400: "A field can't be served, the body is no JSON object, or prompt and answer exceed the context",
     401: "No valid key",
     404: "Unknown model, request or stream",
-    408: "The time given was over before anything was generated",
+    408: "The body came too slowly, or the time given was over before anything was generated",
     409: "Another body came with this Idempotency-Key before",
     413: "The body is too large",
     415: "The body is not called application/json, or is compressed",
@@ -74,28 +74,28 @@ def describe_generation(
     whole: type[BaseModel], content: dict[str, Any], *statuses: int, error: type[BaseModel] = ErrorEnvelope
 ) -> Responses:
     answer = {"model": whole, "content": content, "description": "The answer, whole or as a stream"}
-    return {200: answer} | describe_errors(*sorted((400, 401, 404, 413, 415, 429, 500, 503, *statuses)), model=error)
+    return {200: answer} | describe_errors(*sorted((400, 401, 404, 408, 413, 415, 429, 500, 503, *statuses)), model=error)
 
 
 def describe_answer(whole: type[BaseModel], chunk: type[BaseModel]) -> Responses:
     words = f"Events `data: <{chunk.__name__}>`, the last one `data: [DONE]`; a failure is one event with an ErrorEnvelope before it."
-    return describe_generation(whole, describe_events(words, either(chunk, ErrorEnvelope)), 408, 409)
+    return describe_generation(whole, describe_events(words, either(chunk, ErrorEnvelope)), 409)
 
 
 def describe_messages() -> Responses:
     words = "Events of Anthropic's API, message_start to message_stop; a failure is an event `error`."
     events = describe_events(words, named_data(MESSAGE_EVENTS), MESSAGE_EVENTS)
-    return describe_generation(AnthropicMessage, events, 408, error=AnthropicError)
+    return describe_generation(AnthropicMessage, events, error=AnthropicError)
 
 
 def describe_count() -> Responses:
     told: Responses = {200: {"model": TokenCount, "description": "How many tokens the prompt of such a message has"}}
-    return told | describe_errors(400, 401, 404, 413, 415, model=AnthropicError)
+    return told | describe_errors(400, 401, 404, 408, 413, 415, model=AnthropicError)
 
 
 def describe_response() -> Responses:
     words = "Events `response.created` to `response.completed`, `response.incomplete` or `response.failed`."
-    return describe_generation(ResponseObject, describe_events(words, named_data(RESPONSE_EVENTS, "sequence_number"), RESPONSE_EVENTS), 408)
+    return describe_generation(ResponseObject, describe_events(words, named_data(RESPONSE_EVENTS, "sequence_number"), RESPONSE_EVENTS))
 
 
 def named_data(names: tuple[str, ...], *counters: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def add_models(app: FastAPI) -> None:
         app.add_api_route(path, route, response_model=shape, summary=summary, responses=answers, tags=["models"], **more)
 
     def post(path: str, route: Route, shape: Any, summary: str) -> None:
-        errors = describe_errors(400, 401, 404, 413, 415)
+        errors = describe_errors(400, 401, 404, 408, 413, 415)
         add(path, route, shape, summary, errors, methods=["POST"], openapi_extra=describe_body(ENDPOINTS[path]))
 
     no_key, unknown = describe_errors(401), describe_errors(401, 404)

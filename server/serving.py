@@ -15,6 +15,7 @@ import ssl
 import stat
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from fastapi import FastAPI
 
 from pagestream.engine import StartError
 from pagestream.server.http_protocol import EnvelopeProtocol
-from pagestream.server.settings import Tls
+from pagestream.server.settings import ServerSettings, Tls
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -121,17 +122,17 @@ class DrainingServer(uvicorn.Server):
 
     Unlike uvicorn, whose first signal closes the listening socket, and unlike sse-starlette, which then cancels the streams:
     a load balancer must still be told that this server is not ready, a client must be told to go elsewhere, and streams have
-    until `drain_timeout_s`.  A second signal ends the process at once.
+    until the drain timeout.  A second signal ends the process at once.
     """
 
-    def __init__(self, app: FastAPI, engine: AsyncLLMEngine, drain_timeout_s: float, tls: Tls | None = None):
+    def __init__(self, app: FastAPI, engine: AsyncLLMEngine, settings: ServerSettings, tls: Tls | None = None):
         config = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="on",
             # Not whatever happens to be installed: httptools puts no bound on a request's head, and answers other errors.
-            http=EnvelopeProtocol,
+            http=partial(EnvelopeProtocol, slow_sender_timeout_s=settings.slow_sender_timeout_s),  # type: ignore[arg-type]
             loop="asyncio",
             timeout_keep_alive=KEEP_ALIVE_S,
             ws="none",
@@ -142,7 +143,7 @@ class DrainingServer(uvicorn.Server):
         )
         super().__init__(config)
         self.engine = engine
-        self.drain_timeout_s = drain_timeout_s
+        self.drain_timeout_s = settings.drain_timeout_s
         self.exit_code = 0
         self._is_signalled = False
         self._draining: asyncio.Task[None] | None = None  # held, since a loop keeps weak references only
@@ -197,10 +198,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve_until_ended(
-    app: FastAPI, engine: AsyncLLMEngine, bound: socket.socket, drain_timeout_s: float, tls: Tls | None = None
+    app: FastAPI, engine: AsyncLLMEngine, bound: socket.socket, settings: ServerSettings, tls: Tls | None = None
 ) -> int:
     """Serve until a signal or the engine's end; returns the exit code, which is 0 after a drain only."""
-    server = DrainingServer(app, engine, drain_timeout_s, tls)
+    server = DrainingServer(app, engine, settings, tls)
     spare_heap()
     asyncio.run(server.serve(sockets=[bound]))
     return server.exit_code if server.started else 1

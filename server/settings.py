@@ -32,6 +32,7 @@ class ServerSettings:
     max_requests_per_key: int | None = None  # at a time
     max_tokens_per_minute_per_key: int | None = None  # of prompts and answers
     slow_reader_timeout_s: float = 120.0  # a reader who takes nothing for so long is cut off; 0: never
+    slow_sender_timeout_s: float = 60.0  # of a request's head, and of each MIN_BYTES_SENT of its body; 0: for ever
     stall_timeout_s: float = 60.0  # a step that takes longer turns readiness off and is reported; 0: never
     stream_resume_timeout_s: float = 60.0  # how long a resumable stream without a reader goes on
     stream_keep_s: float = 300.0  # how long a finished one can still be read

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,13 @@ class Live:
 def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **settings: Any) -> Iterator[Live]:
     """A server around this engine, which must already listen to the metrics."""
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
-    app = create_app(engine, ServerSettings(**options), metrics, journal)
+    chosen = ServerSettings(**options)
+    app = create_app(engine, chosen, metrics, journal)
+    protocol: Any = partial(EnvelopeProtocol, slow_sender_timeout_s=chosen.slow_sender_timeout_s)
     bound = bind("127.0.0.1", 0, options.get("slow_reader_timeout_s", 0))
     # Connections are kept as the real server keeps them: with uvicorn's 5 s, which httpx has too, either end may close one just taken.
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, http=EnvelopeProtocol, ws="none", timeout_graceful_shutdown=1,
+        app, log_config=None, access_log=False, http=protocol, ws="none", timeout_graceful_shutdown=1,
         timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -43,8 +43,9 @@ def main() -> int:
     engine.stop_hangs = options.stop_hangs
     with bind("127.0.0.1", 0) as bound:
         print(f"serves at http://127.0.0.1:{bound.getsockname()[1]}", flush=True)
-        app = create_app(engine, ServerSettings(("m",)), metrics)  # type: ignore[arg-type]
-        return serve_until_ended(app, engine, bound, options.drain_timeout)  # type: ignore[arg-type]
+        settings = ServerSettings(("m",), drain_timeout_s=options.drain_timeout)
+        app = create_app(engine, settings, metrics)  # type: ignore[arg-type]
+        return serve_until_ended(app, engine, bound, settings)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

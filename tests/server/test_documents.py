@@ -50,7 +50,8 @@ def test_the_readme_has_every_flag_of_serve_in_its_table_and_no_other():
 
 @pytest.mark.parametrize(
     ("flag", "default"),
-    [("--block-size", "16"), ("--drain-timeout", "30 s"), ("--stall-timeout", "60 s"), ("--slow-reader-timeout", "120 s"), ("--max-body-size", "8 MiB")],
+    [("--block-size", "16"), ("--drain-timeout", "30 s"), ("--stall-timeout", "60 s"), ("--slow-reader-timeout", "120 s"), ("--slow-sender-timeout", "60 s"),
+     ("--max-body-size", "8 MiB")],
 )
 def test_a_default_in_the_table_is_the_commands_own(flag: str, default: str):
     (row,) = [row for row in rows(README, "flag") if f"`{flag}`" in row[0]]
