@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pagestream.engine.models.linear import FixedRowsLinear, LinearMakers, MakeLinear, gelu, gelu_tanh, sigmoid, silu
+from pagestream.engine.models.linear import FixedRowsLinear, LinearMakers, MakeLinear, gelu, gelu_tanh, sigmoid, silu, softplus
 
 
 class PackedLinear(nn.Module):
@@ -58,6 +58,11 @@ def fixed_rows_matmul(x: Tensor, y: Tensor) -> Tensor:
     return FixedRowsLinear(y.t(), None)(x) if x.ndim >= 2 and y.ndim == 2 else torch.matmul(x, y)
 
 
+def fixed_rows_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """A mixture whose experts all read all tokens: each expert's rows by its own matrix."""
+    return torch.stack([FixedRowsLinear(matrix.t(), None)(rows) for rows, matrix in zip(x, y, strict=True)])
+
+
 def row_independent_gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return gelu_tanh(x) if approximate == "tanh" else gelu(x)
 
@@ -82,11 +87,14 @@ class RowIndependent(TorchFunctionMode):
         torch.mm: fixed_rows_matmul,
         Tensor.matmul: fixed_rows_matmul,
         Tensor.__matmul__: fixed_rows_matmul,
+        torch.bmm: fixed_rows_bmm,
+        Tensor.bmm: fixed_rows_bmm,
         F.silu: row_independent_silu,
         F.gelu: row_independent_gelu,
         F.sigmoid: sigmoid,
         torch.sigmoid: sigmoid,
         Tensor.sigmoid: sigmoid,
+        F.softplus: softplus,
         torch.rsqrt: row_independent_rsqrt,
         Tensor.rsqrt: row_independent_rsqrt,
     }

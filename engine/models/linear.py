@@ -3,8 +3,8 @@
 Why not F.linear and F.silu on a CPU: a matrix product picks its kernel by the number of rows, and an elementwise function
 computes the last few elements of a thread's share by a scalar routine whose exp differs from the vector one in the last bit.
 Both give a token other bits in another batch.  Measured on torch 2.13 (AVX-512, float32, float16 and bfloat16, 1 to 3 threads):
-products of a fixed size give a row the same bits wherever in it the row stands, and torch.exp, tanh, erf and sqrt, unlike silu,
-sigmoid and gelu, give an element the same bits wherever it stands.  The tests of this room hold both to that.
+products of a fixed size give a row the same bits wherever in it the row stands, and torch.exp, log1p, tanh, erf and sqrt, unlike
+silu, sigmoid, gelu and softplus, give an element the same bits wherever it stands.  The tests of this room hold both to that.
 
 On a GPU the plain operations are taken; there the promise is not made.
 """
@@ -79,6 +79,11 @@ def gelu(x: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    wide = x.float() * beta
+    return torch.where(wide > threshold, x.float(), torch.log1p(torch.exp(wide.clamp(max=threshold))) / beta).to(x.dtype)
 
 
 def activation(name: str, device: torch.device) -> Activation:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagestream.engine.models.linear import FixedRowsLinear, gelu, gelu_tanh, sigmoid, silu
+from pagestream.engine.models.linear import FixedRowsLinear, gelu, gelu_tanh, sigmoid, silu, softplus
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -33,7 +33,7 @@ def test_a_linear_equals_torchs_for_any_shape() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "torchs"),
-    [(silu, F.silu), (gelu, F.gelu), (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")), (sigmoid, torch.sigmoid)],
+    [(silu, F.silu), (gelu, F.gelu), (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")), (sigmoid, torch.sigmoid), (softplus, F.softplus)],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_activations_equal_torchs_and_each_element_stands_alone(ours, torchs, dtype: torch.dtype, tolerance: float) -> None:
