@@ -104,12 +104,13 @@ class Probe:
 class MaskReader:
     """Stands in for the mask functions of transformers: remembers which window each mask means.
 
-    A mask is known again by its storage, because models slice it on the way to attention.
+    A mask is known again by its storage, because models slice it on the way to attention.  One that can't be served is refused
+    only where a layer uses it: some models make a mask for every kind of layer that their class knows.
     """
 
     def __init__(self) -> None:
         self.num_positions = 1
-        self.made: list[tuple[Tensor, int | None]] = []
+        self.made: list[tuple[Tensor, int | None | StartError]] = []
 
     def begin(self, num_positions: int) -> None:
         self.num_positions = num_positions
@@ -118,19 +119,25 @@ class MaskReader:
     def __call__(
         self, *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], device: Any = None, **options: Any
     ) -> Tensor:
-        window = window_of(mask_function, self.num_positions)
+        window: int | None | StartError
+        try:
+            window = window_of(mask_function, self.num_positions)
+        except StartError as error:
+            window = error
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device or "cpu")
         self.made.append((mask, window))
         return mask
 
     def window(self, call: AttentionCall) -> int | None:
-        """What the call's mask means; raises StartError where the model made a mask of its own."""
+        """What the call's mask means; raises StartError for one that can't be served, or that the model made by itself."""
         if call.mask is None:
             if not call.is_causal:
                 raise StartError("its attention is not causal")
             return call.window
         for mask, window in self.made:
             if mask.untyped_storage().data_ptr() == call.mask.untyped_storage().data_ptr():
+                if isinstance(window, StartError):
+                    raise window
                 return window
         raise StartError("it builds attention masks of its own")
 

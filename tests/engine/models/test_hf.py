@@ -32,6 +32,13 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 16},
     "granite": {**DECODER, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1},
+    "llama4_text": {  # its experts' weights are one tensor, and all of them read all tokens
+        **DECODER,
+        "attention_chunk_size": 512,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "head_dim": 16,
+    },
     "nemotron": DECODER,  # hands no extra arguments to its attention
     "gpt2": {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.3},
 }
@@ -110,6 +117,15 @@ def test_models_that_pages_cannot_serve_are_refused_with_the_reason(tmp_path: Pa
     with pytest.raises(StartError, match=reason) as refused:
         hf_model(folder)
     assert "\n" not in str(refused.value)
+
+
+def test_a_mask_that_no_layer_uses_refuses_nothing(tmp_path: Path) -> None:
+    # Its class makes a mask for layers with a window too, of which this one has none: that mask shows nothing at all.
+    config = MORE_CONFIGS["qwen2_moe"] | {"use_sliding_window": False}
+    folder = make_checkpoint("qwen2_moe", tmp_path, **config)
+    model = hf_model(folder)
+    assert model.windows == (None, None, None)
+    assert_equals_reference(model, folder)
 
 
 def test_dummy_weights_of_a_transformers_model(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
