@@ -207,15 +207,23 @@ def as_bias(value: Mapping[Any, float] | Iterable[tuple[int, float]] | None) -> 
     pairs = value.items() if isinstance(value, Mapping) else value or ()
     try:
         return tuple(sorted((int(token_id), float(bias)) for token_id, bias in pairs))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
 
 
 def in_range(name: str, value: Any, low: float | None, high: float | None, *, whole: bool = False) -> None:
     """Raises InvalidRequest unless the value is a finite number of the right kind within [low, high]; None is no bound."""
     kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not is_finite(value):
         raise InvalidRequest(f"{name} must be a {'whole' if whole else 'finite'} number, not {str(value)[:40]!r}", param=name)
     if low is not None and value < low or high is not None and value > high:
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InvalidRequest(f"{name} must be {bounds}, not {value}", param=name)
+
+
+def is_finite(value: float) -> bool:
+    """Whole numbers beyond all floats count as infinite."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

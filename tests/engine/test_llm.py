@@ -93,6 +93,16 @@ def test_what_is_no_list_is_refused_by_name(name, value):
     assert refusal.value.param == name
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 10**400), ("seed", 10**400), ("temperature", 10**400), ("logit_bias", {5: 10**400}), ("logit_bias", [(float("inf"), 1)])],
+)
+def test_what_no_float_holds_is_refused_by_name(name, value):
+    with pytest.raises(InvalidRequest, match=name) as refusal:
+        SamplingParams(**{name: value})
+    assert refusal.value.param == name
+
+
 def test_one_bad_prompt_refuses_all_and_leaves_nothing(llm):
     with pytest.raises(InvalidRequest):
         llm.generate(["good", ""], GREEDY, use_tqdm=False)
