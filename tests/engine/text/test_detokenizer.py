@@ -122,8 +122,7 @@ def test_only_the_wrong_byte_of_a_run_is_spoilt():
     assert "".join(pieces_of(tokenizer, [*EMOJI, 8 + 0xFF, 4], [6])) == "🤗" + SPOILT + " the"
 
 
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(prefix="##"), decoders.Metaspace()])
-def test_other_vocabularies_are_decoded_through_a_window(decoder):
+def without_pieces(decoder: decoders.Decoder) -> Tokenizer:
     words = ["[UNK]", "[CLS]", "stream", "##ing", "page", "##s", "\u2581the", "\u2581cat", ",", "."]
     fast = FastTokenizer(models.WordLevel({word: token_id for token_id, word in enumerate(words)}, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -131,6 +130,25 @@ def test_other_vocabularies_are_decoded_through_a_window(decoder):
     fast.add_special_tokens(["[UNK]", "[CLS]"])
     tokenizer = Tokenizer(FastBackend(fast), special_tokens={}, chat_templates={})
     assert tokenizer.pieces is None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("decoder", "token_id", "text"),
+    [
+        (decoders.Metaspace(), 6, " the"),
+        (decoders.Metaspace(), 2, "stream"),
+        (decoders.WordPiece(prefix="##"), 4, " page"),
+        (decoders.WordPiece(prefix="##"), 3, "ing"),
+    ],
+)
+def test_a_token_brings_its_space_which_only_the_start_of_a_text_loses(decoder, token_id, text):
+    assert without_pieces(decoder).token_bytes(token_id) == text.encode()
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(prefix="##"), decoders.Metaspace()])
+def test_other_vocabularies_are_decoded_through_a_window(decoder):
+    tokenizer = without_pieces(decoder)
     rng = random.Random(5)
     for _ in range(50):
         prompt = [1, *rng.choices(range(2, 10), k=rng.randint(1, 12))]
