@@ -33,7 +33,6 @@ KV_DTYPES = {
     "fp8": torch.float8_e4m3fn, "int8": torch.int8,
 }  # fmt: skip
 FIRST_WITH_FP8 = (8, 9)  # compute capability
-USUAL_HEAD_SIZE = 64  # any that the operators take: a model's own is only known once it is loaded
 
 
 class Kernels(Enum):
@@ -94,16 +93,18 @@ class ModelChoice:
         from pagestream.engine.models.hf import load_transformers
 
         longest = self._config.model.max_model_len or max_positions(with_defaults(checkpoint.config))
-        takes_pages = self._takes_pages(self._kv_dtype or checkpoint.dtype, USUAL_HEAD_SIZE)
-        return load_transformers(
+        model = load_transformers(
             checkpoint,
             self._config.model,
             device=self._device,
             dtype=checkpoint.dtype,
-            attention=self._attention(longest, takes_pages=takes_pages),
+            attention=TorchAttention(),
             kv_dtype=self._kv_dtype,
             linears=self._linear_makers(checkpoint),
         )
+        # Its head size is only known now.
+        model.attention = self._attention(longest, takes_pages=self._takes_pages(model.kv_dtype, model.shape.head_size))
+        return model
 
     def _lean_decoder(self, checkpoint: Checkpoint) -> CausalLM:
         ops, kv_dtype = self._ops, self._kv_dtype
