@@ -33,8 +33,16 @@ class CausalLM(Protocol):
     def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
         """Compute the step's tokens and write their K and V.  input_ids [T] int64; returns hidden states [T, hidden]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Score the vocabulary for some rows.  hidden [R, hidden]; returns [R, V] float32, contiguous, the caller's to change."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Score the vocabulary for some rows.  hidden [R, hidden]; returns [R, V] float32, contiguous, the caller's to change.
+
+        out: where to put them, instead of a tensor of their own.
+        """
+
+
+def as_logits(scores: Tensor, out: Tensor | None) -> Tensor:
+    """A head's product as `CausalLM.logits` returns it, converted in the one pass that also puts it there."""
+    return scores.to(torch.float32, copy=True).contiguous() if out is None else out.copy_(scores)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,8 @@ class CpuDecoder:
             self._pages = cache, self.op.pages([layer.k for layer in cache], [layer.v for layer in cache])
         return self.op(input_ids, self._pages[1], paged_batch(metadata))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.head(hidden) if out is None else out.copy_(self.head(hidden))
 
     def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What `logits` would put first, the lowest of equals, and its score: [R] int64, [R] float32, NaN where a logit is."""

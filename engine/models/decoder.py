@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, LayerCache
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec, plain
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, RotarySpec, as_logits, plain
 from pagestream.engine.models.linear import Activation, Linear, MakeLinear, activation, linear_maker
 
 
@@ -63,8 +63,8 @@ class TorchDecoder:
         return self.final_norm(hidden)
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden).to(torch.float32, copy=True).contiguous()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return as_logits(self.head(hidden), out)
 
 
 class RMSNorm:

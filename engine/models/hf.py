@@ -21,6 +21,7 @@ from pagestream.engine.attention.base import AttentionBackend, AttentionMetadata
 from pagestream.engine.core.config import ModelConfig
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.models.base import as_logits
 from pagestream.engine.models.checkpoint import Checkpoint
 from pagestream.engine.models.decoder_config import architecture
 from pagestream.engine.models.hf_attention import NUM_PROBE_TOKENS, PAGED, AttentionShape, Step, probe, register, run_with
@@ -83,9 +84,9 @@ class TransformersLM:
             return run_with(step, functools.partial(decode, self.tap, input_ids, metadata.positions))
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         with self.rows():
-            return head_logits(self.model, self.tap, hidden)
+            return as_logits(head_logits(self.model, self.tap, hidden), out)
 
     def rows(self) -> contextlib.AbstractContextManager[Any]:
         return RowIndependent() if self.is_cpu else contextlib.nullcontext()
@@ -102,7 +103,7 @@ def head_logits(model: Any, tap: Tap, hidden: Tensor) -> Tensor:
         logits = model(input_ids=torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device), use_cache=False).logits
     finally:
         tap.hidden = None
-    return logits[0].to(torch.float32, copy=True).contiguous()
+    return logits[0]
 
 
 def load_transformers(

@@ -18,7 +18,7 @@ from torch import Tensor
 from pagestream.engine.attention.base import AttentionMetadata, AttentionSpec, LayerCache
 from pagestream.engine.attention.triton_backend import TritonAttention
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, LinearWeight
+from pagestream.engine.models.base import DecoderSpec, DecoderWeights, LayerWeights, LinearWeight, as_logits
 from pagestream.engine.models.linear import Linear, linear_maker
 from pagestream.engine.models.triton_linear import BlocksLinear, as_tensor, hold_blocks
 from pagestream.kernels.reshape_and_cache import rotary_table
@@ -115,5 +115,5 @@ class TritonDecoder:
         return x
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden).to(torch.float32, copy=True).contiguous()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return as_logits(self._head(hidden), out)

@@ -61,8 +61,8 @@ class Lookup:
     def forward(self, input_ids: Tensor, cache: Sequence[LayerCache], metadata: AttentionMetadata) -> Tensor:
         return F.embedding(input_ids, self._table) + F.embedding(metadata.positions, self._places)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self._head.t()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(hidden, self._head.t(), out=out)
 
 
 def run(device: torch.device, kind: SamplingParams) -> list[StepResult]:
