@@ -14,7 +14,6 @@ from pagestream.engine.core.block_manager import BlockManager
 from pagestream.engine.core.config import EngineConfig, SchedulerLimits
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
-from pagestream.engine.core.sampling_params import MAX_NUM_SEQUENCES
 from pagestream.engine.core.scheduler import Scheduler
 from pagestream.engine.features.structured.compiler import ConstraintCompiler
 from pagestream.engine.features.structured.mask import ConstraintMask
@@ -215,7 +214,7 @@ def step_parts(kernels: Kernels, shape: ModelShape, limits: SchedulerLimits, dev
     from pagestream.engine.runner.block_mover import KernelMover
     from pagestream.engine.sampling.kernel_chooser import KernelChooser
 
-    chooser = KernelChooser(link, shape.vocab_size, limits.max_num_seqs * MAX_NUM_SEQUENCES, device)
+    chooser = KernelChooser(link, shape.vocab_size, device)
     return StepParts(kernels, device, link, KernelMover(link, device), chooser)
 
 

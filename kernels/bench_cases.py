@@ -17,7 +17,7 @@ from pagestream.kernels.attention_plan import AttentionConfig, choose_config, ma
 from pagestream.kernels.copy_blocks import address_table, copy_blocks
 from pagestream.kernels.kv_format import allocate_pages, head_size_of, is_quantised, page_width, scales_view
 from pagestream.kernels.paged_attention import paged_attention
-from pagestream.kernels.quant_matmul import pack, quant_matmul
+from pagestream.kernels.quant_matmul import QuantisedWeight, pack, quant_matmul, unpack
 from pagestream.kernels.reshape_and_cache import reshape_and_cache, rotary_table
 from pagestream.kernels.rms_norm import rms_norm
 from pagestream.kernels.sampling import SamplingTable, sample
@@ -154,19 +154,42 @@ def copy_case(num_pairs: int, device: str, num_layers: int = 32) -> Case:
     return Case(f"copy of {num_pairs} blocks, {num_layers} layers", run, 2 * num_pairs * block_bytes * len(pages))
 
 
-def sampling_case(num_rows: int, device: str, *, top_k: int = 0, top_p: float = 1.0, vocab_size: int = VOCAB) -> Case:
+def sampling_case(
+    num_rows: int, device: str, *, top_k: int = 0, top_p: float = 1.0, vocab_size: int = VOCAB, num_said: int = 0
+) -> Case:
+    """num_said: tokens of each row that its penalties concern."""
     logits = torch.randn(num_rows, vocab_size, device=device)
     floats, ints = torch.zeros(num_rows, 8, device=device), torch.zeros(num_rows, 8, dtype=torch.int64, device=device)
     floats[:, 0], floats[:, 1], floats[:, 3] = 1.0, top_p, 1.0
-    ints[:, 0], ints[:, 1], ints[:, 3:5] = top_k, torch.arange(num_rows), -1
-    words = torch.zeros(1, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device)
-    table = SamplingTable(
-        floats, ints, torch.zeros(1, vocab_size, dtype=torch.int32, device=device), words,
-        torch.zeros(num_rows + 1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device),
-        torch.zeros(1, device=device), words.clone(),
-    )  # fmt: skip
+    ints[:, 0], ints[:, 1] = top_k, torch.arange(num_rows)
+    words = torch.zeros(4 + 2 * num_said * num_rows, dtype=torch.int32, device=device)
+    entries = words[4:].view(num_rows, num_said, 2)
+    entries[..., 0] = torch.arange(num_said, device=device) * (vocab_size // max(num_said, 1))
+    entries[..., 1] = torch.ones(1).view(torch.int32).item()
+    first = 4 + 2 * num_said * torch.arange(num_rows)
+    ints[:, 4] = ints[:, 5] = first  # no biases, then the counts, then nothing ruled out
+    ints[:, 6] = ints[:, 7] = first + 2 * num_said
+    table = SamplingTable(floats, ints, words)
     name = f"sampling, {num_rows} rows" + (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p}" if top_p < 1 else "")
+    name += f", {num_said} tokens penalised" if num_said else ""
     return Case(name, lambda: sample(logits, table), 4.0 * logits.numel())
+
+
+def unpack_case(
+    device: str, *, bits: int, num_outputs: int = INTERMEDIATE, num_inputs: int = HIDDEN, dtype: torch.dtype = torch.bfloat16
+) -> Case:
+    """Before the product of more rows than the quantised linear serves."""
+    weight = quantised_weight(num_outputs, num_inputs, bits, 32, dtype, device)
+    return Case(
+        f"int{bits} weight unpacked, {num_inputs} -> {num_outputs}", lambda: unpack(weight, dtype),
+        4 * weight.pieces.numel() + 2 * weight.factors.numel() + dtype.itemsize * num_outputs * num_inputs,
+    )  # fmt: skip
+
+
+def quantised_weight(num_outputs: int, num_inputs: int, bits: int, group: int, dtype: torch.dtype, device: str) -> QuantisedWeight:
+    codes = torch.randint(0, 1 << bits, (num_outputs, num_inputs), dtype=torch.uint8, device=device)
+    scales = torch.full((num_outputs, num_inputs // group), 0.01, dtype=dtype, device=device)
+    return pack(codes, scales, -scales, bits=bits, group=group)
 
 
 def quant_matmul_case(
@@ -179,12 +202,10 @@ def quant_matmul_case(
     num_inputs: int = HIDDEN,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
-    codes = torch.randint(0, 1 << bits, (num_outputs, num_inputs), dtype=torch.uint8, device=device)
-    scales = torch.full((num_outputs, num_inputs // group), 0.01, dtype=dtype, device=device)
-    weight = pack(codes, scales, -scales, bits=bits, group=group)
+    weight = quantised_weight(num_outputs, num_inputs, bits, group, dtype, device)
     x = torch.randn(num_rows, num_inputs, dtype=dtype, device=device)
     return Case(
         f"int{bits} linear, group {group}, {num_rows} x {num_inputs} -> {num_outputs}", lambda: quant_matmul(x, weight),
-        4 * weight.pieces.numel() + 4 * scales.numel() + 2 * num_rows * (num_inputs + num_outputs),
+        4 * weight.pieces.numel() + 2 * weight.factors.numel() + 2 * num_rows * (num_inputs + num_outputs),
         2.0 * num_rows * num_outputs * num_inputs,
     )  # fmt: skip

@@ -4,7 +4,9 @@ Shapes:  logits [R, V] float32 or 16 bit, only read.
 Floor:   one read of the logits (4 V bytes a row, 0.5 MB at V = 128 k), V / 8 bytes of a mask; rows that truncate write and
          reread V floats, from then on mostly out of the cache.
 How:     The first kernel cuts each row into blocks: it applies all that changes single logits, and takes each block's log-sum-exp
-         of the untouched logits and its best noisy score.  The second has one program a row: it folds the blocks, or, where the
+         of the untouched logits and its best noisy score.  What changes few tokens comes as a list and is applied in memory, for
+         registers can't be addressed: only rows that have one pay for it, and nothing is kept on the device between steps.
+         The second has one program a row: it folds the blocks, or, where the
          row truncates, finds the threshold by a search over the bits of the values, without a sort, and draws above it.
          The draw is the maximum of score + Gumbel noise; the noise of a token is a function of (seed, position, token), so
          that neither neighbours nor the order of programs can move it.
@@ -24,24 +26,28 @@ from torch import Tensor
 
 BLOCK = 4096
 GREEDY_BELOW = tl.constexpr(1e-5)  # of temperatures
+LARGEST = tl.constexpr(3.4028234663852886e38)
 # Columns of SamplingTable.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(6))
-TOP_K, SEED, POSITION, COUNTS_ROW, MASK_ROW = (tl.constexpr(i) for i in range(5))
+TOP_K, SEED, POSITION, MASK_AT, BIASES_AT, COUNTS_AT, RULED_OUT_AT, ENTRIES_END = (tl.constexpr(i) for i in range(8))
 NUM_FLOATS, NUM_INTS = 8, 8
+ENTRY = 2  # words: a token, and the bits of a float32
+ENTRIES = 256  # of a list at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTable:
-    """What rows are to be sampled with; all of it on the device, so that a captured graph can be replayed with other contents."""
+    """What rows are to be sampled with; all of it on the device, so that a captured graph can be replayed with other contents.
+
+    A row of zeros is greedy and changes nothing.  A mask has ceil(V / 32) words: bit t % 32 of word t // 32 allows t.  A list has
+    entries of two words, a token and a float32; in the first two lists of a row no token stands twice.  Rows may share both.
+    """
 
     floats: Tensor  # [R, 8] float32: temperature, top_p, min_p, repetition, frequency and presence penalty
-    ints: Tensor  # [R, 8] int64: top_k (0: off), seed, position, row of counts (-1: no penalties), row of masks (-1: none)
-    counts: Tensor  # [N, V] int32: how often each token was said
-    prompt_bits: Tensor  # [N, ceil(V / 32)] int32: bit t % 32 of word t // 32 says that t is in the prompt
-    bias_start: Tensor  # [R + 1] int32: row r's biases are those from bias_start[r] on
-    bias_tokens: Tensor  # [B] int32
-    bias_values: Tensor  # [B] float32
-    masks: Tensor  # [M, ceil(V / 32)] int32: bit t % 32 of word t // 32 allows t
+    # [R, 8] int64: top_k (0: off), seed, position; then places in `words`: the row's mask (0: none), and where its lists begin
+    # and the last one ends: what to add; how often a token was said (0: in the prompt only); what is ruled out
+    ints: Tensor
+    words: Tensor  # [W] int32, W < 2^31
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,44 @@ def _gumbel(seed, position, tokens):
 
 
 @triton.jit
+def _entries(words_ptr, first, end, block, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """Some entries of a list: tokens, values, and which of them belong to this block."""
+    at = first + 2 * tl.arange(0, ENTRIES)
+    token = tl.load(words_ptr + at, mask=at < end, other=0)
+    here = (at < end) & (token // BLOCK == block)
+    return token, tl.load(words_ptr + at + 1, mask=here, other=0).to(tl.float32, bitcast=True), here
+
+
+@triton.jit
+def _apply_lists(scores_ptr, words_ptr, floats, ints, block, BLOCK: tl.constexpr, ENTRIES: tl.constexpr):
+    """Change this block's scores, which all threads have written, by the row's three lists, one after another."""
+    biases_at, counts_at = tl.load(ints + BIASES_AT).to(tl.int32), tl.load(ints + COUNTS_AT).to(tl.int32)
+    ruled_out_at, end = tl.load(ints + RULED_OUT_AT).to(tl.int32), tl.load(ints + ENTRIES_END).to(tl.int32)
+    tl.debug_barrier()
+    for first in range(biases_at, counts_at, 2 * ENTRIES):
+        token, value, here = _entries(words_ptr, first, counts_at, block, BLOCK, ENTRIES)
+        tl.store(scores_ptr + token, tl.load(scores_ptr + token, mask=here, other=0.0) + value, mask=here)
+    tl.debug_barrier()
+    for first in range(counts_at, ruled_out_at, 2 * ENTRIES):
+        token, count, here = _entries(words_ptr, first, ruled_out_at, block, BLOCK, ENTRIES)
+        x = tl.load(scores_ptr + token, mask=here, other=0.0)
+        repetition = tl.load(floats + REPETITION)
+        x = tl.where(x > 0, tl.minimum(tl.div_rn(x, repetition), LARGEST), x * repetition)
+        x -= tl.load(floats + FREQUENCY) * count
+        x -= tl.where(count > 0, tl.load(floats + PRESENCE), 0.0)
+        tl.store(scores_ptr + token, x, mask=here)
+    tl.debug_barrier()
+    for first in range(ruled_out_at, end, 2 * ENTRIES):
+        token, value, here = _entries(words_ptr, first, end, block, BLOCK, ENTRIES)
+        tl.store(scores_ptr + token, value * 0.0 + float("-inf"), mask=here)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _scores_kernel(
-    logits_ptr, scores_ptr, blocks_ptr, best_ptr, floats_ptr, ints_ptr, counts_ptr, prompt_bits_ptr,
-    bias_start_ptr, bias_tokens_ptr, bias_values_ptr, masks_ptr,
-    V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    logits_ptr, scores_ptr, blocks_ptr, best_ptr, floats_ptr, ints_ptr, words_ptr,
+    V: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    WORDS: tl.constexpr = (V + 31) // 32
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -80,20 +118,13 @@ def _scores_kernel(
     tl.store(stats, top)
     tl.store(stats + 1, tl.sum(tl.exp(x - base), axis=0))
 
-    for i in range(tl.load(bias_start_ptr + row), tl.load(bias_start_ptr + row + 1)):
-        x += tl.where(tokens == tl.load(bias_tokens_ptr + i), tl.load(bias_values_ptr + i), 0.0)
-    counts_row = tl.load(ints + COUNTS_ROW)
-    if counts_row >= 0:
-        count = tl.load(counts_ptr + counts_row * V + tokens, mask=inside, other=0)
-        words = tl.load(prompt_bits_ptr + counts_row * WORDS + tokens // 32, mask=inside, other=0)
-        said = (count > 0) | (((words >> (tokens % 32)) & 1) > 0)
-        repetition = tl.load(floats + REPETITION)
-        x = tl.where(said, tl.where(x > 0, x / repetition, x * repetition), x)
-        x -= tl.load(floats + FREQUENCY) * count.to(tl.float32)
-        x -= tl.where(count > 0, tl.load(floats + PRESENCE), 0.0)
-    mask_row = tl.load(ints + MASK_ROW)
-    if mask_row >= 0:
-        words = tl.load(masks_ptr + mask_row * WORDS + tokens // 32, mask=inside, other=0)
+    if tl.load(ints + ENTRIES_END) > tl.load(ints + BIASES_AT):
+        tl.store(scores_ptr + row * V + tokens, x, mask=inside)
+        _apply_lists(scores_ptr + row * V, words_ptr, floats, ints, block, BLOCK, ENTRIES)
+        x = tl.load(scores_ptr + row * V + tokens, mask=inside, other=float("-inf"))
+    mask_at = tl.load(ints + MASK_AT).to(tl.int32)
+    if mask_at > 0:
+        words = tl.load(words_ptr + mask_at + tokens // 32, mask=inside, other=0)
         x = tl.where(((words >> (tokens % 32)) & 1) > 0, x, float("-inf"))
     x = tl.where(inside, x, float("-inf"))
 
@@ -297,8 +328,8 @@ def sample(logits: Tensor, table: SamplingTable) -> Sampled:
         return sampled
     sizes = {"V": vocab_size, "STRIDE": logits.stride(0), "BLOCK": BLOCK, "NUM_BLOCKS": num_blocks}
     _scores_kernel[(num_rows, num_blocks)](
-        logits, scores, blocks, best, table.floats, table.ints, table.counts, table.prompt_bits,
-        table.bias_start, table.bias_tokens, table.bias_values, table.masks, **sizes, num_warps=8,
+        logits, scores, blocks, best, table.floats, table.ints, table.words, **sizes, ENTRIES=ENTRIES, num_warps=8,
+        enable_fp_fusion=False,  # the penalties' products are rounded before they are subtracted, as in plain torch
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, scores, blocks, best, table.floats, table.ints, sampled.tokens, sampled.logprobs, sampled.log_sum_exp,

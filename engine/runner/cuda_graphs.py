@@ -3,7 +3,7 @@
 One graph for each of some batch sizes; a step is padded to the next of them by sequences that have no query tokens and tokens
 that have no slot.  Everything that differs between steps lies in one buffer per graph, which one copy fills before the replay; in
 the captured region no number is Python's.  Whatever a row wants beyond one draw from its own logits (penalties, masks, logprobs)
-is done afterwards, on the logits that the graph leaves.
+is launched afterwards, on the logits that the graph leaves: masks and lists take the host a while, which it has during the replay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan
 from pagestream.engine.models.base import CausalLM
 from pagestream.engine.runner.kv_cache import KVCache
-from pagestream.engine.sampling.choosing import Choice
+from pagestream.engine.sampling.choosing import Choice, ScoredRow
 from pagestream.engine.sampling.kernel_chooser import KernelChooser, draws_of, table_arrays
 from pagestream.kernels.sampling import Sampled, sample
 from pagestream.kernels.transfer import Array, HostLink, num_bytes, views
@@ -67,7 +67,7 @@ class DecodeGraph:
 @dataclass(frozen=True, slots=True)
 class Replayed:
     logits: Tensor  # [R, V] float32, the caller's to change until the next step
-    choice: Callable[[], Choice]  # of the rows' draws, were nothing else wanted; waits for the device
+    choice: Callable[[Sequence[ScoredRow]], Choice]  # of draws from these logits, with logprobs of some rows; waits for the device
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -135,7 +135,8 @@ class DecodeGraphs:
         arrays = [*self._step_arrays(rows, graph.num_rows), *(padded(part, graph.num_rows) for part in table_arrays(draws))]
         self._link.refill(graph.inputs, arrays)
         graph.replay()
-        return Replayed(graph.logits[: len(rows)], lambda: self._chooser.read(graph.sampled, draws, rows))
+        logits = graph.logits[: len(rows)]
+        return Replayed(logits, lambda scored: self._chooser.read(logits, graph.sampled, draws, rows, scored))
 
     def _step_arrays(self, rows: Sequence[ScheduledSequence], num_rows: int) -> list[Array]:
         """Token ids, positions, slots, query starts, lengths and tables of the rows and of what fills them up."""
@@ -164,7 +165,7 @@ class DecodeGraphs:
         inputs = torch.empty(num_bytes(arrays), dtype=torch.uint8, device=self._device)
         self._link.refill(inputs, arrays)
         input_ids, positions, slots, query_start, seq_lens, tables, floats, ints = views(inputs, arrays)
-        table = self._chooser.parts.table(floats, ints)
+        table = self._chooser.plain_table(floats, ints)
         metadata = AttentionMetadata(
             positions=positions,
             slot_mapping=slots,
@@ -177,8 +178,7 @@ class DecodeGraphs:
 
         def work() -> tuple[Tensor, Sampled]:
             hidden = self._model.forward(input_ids, self._cache.layers, metadata)
-            logits = self._logits[:num_rows]
-            logits.copy_(self._model.logits(hidden))
+            logits = self._model.logits(hidden, out=self._logits[:num_rows])
             return logits, sample(logits, table)
 
         work()  # compiles, and lets libraries allocate what they can't during a capture

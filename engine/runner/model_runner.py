@@ -17,7 +17,7 @@ from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.runner.pooling import pooled_sums
 from pagestream.engine.sampling.choosing import Best, choose_best
 from pagestream.engine.sampling.logprobs import prompt_logprobs
-from pagestream.engine.sampling.sampler import Drawn, Sampler
+from pagestream.engine.sampling.sampler import Drawn, Sampler, scored_rows
 from pagestream.kernels.transfer import HostLink
 
 if TYPE_CHECKING:  # it needs Triton, which is not everywhere
@@ -98,11 +98,13 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, timer: ForwardTimer) -> StepResult:
         rows = plan.scheduled
-        replayed = graphs.run(rows, self._sampler.observe_rows(rows))
+        params = self._sampler.observe_rows(rows)
+        replayed = graphs.run(rows, params)
         timer.stop()
-        if self._sampler.are_plain(rows):
-            drawn = Drawn.of_plain_rows(replayed.choice())
+        if self._sampler.are_unchanged(rows):
+            drawn = self._sampler.drawn(rows, params, replayed.choice(scored_rows(params)))
         else:
+            # The graph's draw is thrown away: the lists and masks for another are made while the device computes the logits.
             drawn = self._sampler.sample(replayed.logits, rows)
         return StepResult(plan.step_id, drawn.sampled, {}, drawn.candidates, drawn.failed, forward_s=timer.seconds())
 

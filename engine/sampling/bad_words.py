@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagestream.engine.core.step_plan import Admitted
+from pagestream.engine.sampling.changes import StepChanges
 
 
 @dataclass(slots=True)
@@ -50,6 +52,12 @@ class BadWords:
                 logits[row, torch.tensor(ruled_out, device=logits.device)] = -torch.inf
                 is_changed = True
         return is_changed
+
+    def list_changes(self, seq_ids: Sequence[int], changes: StepChanges) -> None:
+        for row, seq_id in enumerate(seq_ids):
+            ruled_out = self._watched[seq_id].ruled_out() if seq_id in self._watched else []
+            if ruled_out:
+                changes.of(row).ruled_out.append(np.array(ruled_out, np.int64))
 
     def concerns(self, seq_id: int) -> bool:
         return seq_id in self._watched

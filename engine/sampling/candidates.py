@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 ID_BITS = np.uint64(32)
 ID_MASK = np.uint64((1 << 32) - 1)
+ID_LIMIT = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,23 @@ def top_candidates(scores: Tensor, count: int) -> Candidates:
             token_ids[row] = first_tokens(scores[row].cpu().numpy(), count)
     # topk sorts, so the scores stand in their places already, whichever of equals they belong to.
     return Candidates(token_ids, found[:, :count])
+
+
+def top_keys(scores: Tensor, count: int) -> Tensor:
+    """The same without looking at any number, so that the host need not wait for one: keys for `candidates_of_keys`.
+
+    scores [R, V] float32; returns [R, count] int64, count being cut to V.  Exact among -inf too; what stands for NaN is left open.
+    """
+    bits = (scores + 0.0).view(torch.int32).to(torch.int64)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return ((ordered << 32) | (ID_LIMIT - ids)).topk(min(count, scores.shape[-1])).values
+
+
+def candidates_of_keys(keys: NDArray[np.int64]) -> Candidates:
+    ordered = (keys >> 32).astype(np.int32)
+    bits = np.where(ordered < 0, ordered ^ np.int32(0x7FFFFFFF), ordered)
+    return Candidates(ID_LIMIT - (keys & ID_LIMIT), bits.view(np.float32))
 
 
 def first_tokens(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pagestream.engine.core.sampling_params import SamplingParams
-from pagestream.engine.core.step_plan import NOT_FINITE, ScheduledSequence
+from pagestream.engine.core.step_plan import NOT_FINITE, ScheduledSequence, TokenLogprobs
+from pagestream.engine.sampling.changes import StepChanges
 from pagestream.engine.sampling.drawing import Draw, draw_tokens, select
+from pagestream.engine.sampling.logprobs import score_tokens
 from pagestream.engine.sampling.randomness import uniform
 
 NO_TOKEN = "the request's parameters leave no token to choose"
@@ -27,28 +30,59 @@ class Choice:
 
     token_ids: dict[tuple[int, int], int] = field(default_factory=dict)  # (row's index, sample's seq_id) -> token id, in that order
     failed: dict[int, str] = field(default_factory=dict)  # by the row's seq_id
+    scores: dict[tuple[int, int], TokenLogprobs] = field(default_factory=dict)  # of the tokens of rows whose logprobs are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row whose tokens' logprobs are wanted, of so many likeliest ones besides."""
+
+    row: int
+    num_top: int
 
 
 class StepChooser(Protocol):
     def __call__(
-        self, logits: Tensor, rows: Sequence[ScheduledSequence], params: Sequence[SamplingParams], *, are_changed: bool
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledSequence],
+        params: Sequence[SamplingParams],
+        changes: StepChanges,
+        *,
+        are_changed: bool,
     ) -> Choice:
-        """Choose from the logits as they are now; are_changed: they are no longer what the model gave.  May change them."""
+        """Choose from the logits as they are now, with these changes; are_changed: they are no longer what the model gave.
+
+        May change them.
+        """
 
 
 class Chooser(Protocol):
-    def begin(self, logits: Tensor) -> StepChooser:
-        """Look at what the model gave, before anything changes it: logits [R, V] float32, contiguous."""
+    applies_changes: bool  # else there are none for it
+
+    def begin(self, logits: Tensor, scored: Sequence[ScoredRow], *, will_change: bool) -> StepChooser:
+        """Look at what the model gave, before anything changes it, which nothing does unless `will_change`.
+
+        logits [R, V] float32, contiguous.
+        """
 
 
 class HostChooser:
     """The inverse of the cumulative distribution at one number of each row, computed on the host."""
 
-    def begin(self, logits: Tensor) -> StepChooser:
+    applies_changes = False
+
+    def begin(self, logits: Tensor, scored: Sequence[ScoredRow], *, will_change: bool) -> StepChooser:
         best = find_best(logits)
+        logprobs = torch.log_softmax(select(logits, [one.row for one in scored]), dim=-1) if scored else None
 
         def choose(
-            logits: Tensor, rows: Sequence[ScheduledSequence], params: Sequence[SamplingParams], *, are_changed: bool
+            logits: Tensor,
+            rows: Sequence[ScheduledSequence],
+            params: Sequence[SamplingParams],
+            changes: StepChanges,
+            *,
+            are_changed: bool,
         ) -> Choice:
             failed = {rows[index].seq_id: NOT_FINITE for index in best.not_finite}
             now = best
@@ -56,7 +90,8 @@ class HostChooser:
                 now = find_best(logits)
                 for index in now.not_finite:
                     failed.setdefault(rows[index].seq_id, NO_TOKEN)
-            return Choice(self._tokens(logits, now.token_ids, rows, params, failed), failed)
+            chosen = self._tokens(logits, now.token_ids, rows, params, failed)
+            return Choice(chosen, failed, {} if logprobs is None else scores_of(chosen, logprobs, scored))
 
         return choose
 
@@ -85,6 +120,20 @@ class HostChooser:
             drawn = draw_tokens(select(logits, random_rows), [params[index] for index in random_rows], draws)
             chosen.update(zip(keys, drawn, strict=True))
         return chosen
+
+
+def scores_of(
+    chosen: dict[tuple[int, int], int], logprobs: Tensor, scored: Sequence[ScoredRow]
+) -> dict[tuple[int, int], TokenLogprobs]:
+    """Of the chosen tokens of the scored rows; logprobs [len(scored), V]."""
+    place_of = {one.row: place for place, one in enumerate(scored)}
+    wanted = [key for key in chosen if key[0] in place_of]
+    if not wanted:
+        return {}
+    places = [place_of[row] for row, _ in wanted]
+    by_sample = logprobs if places == list(range(logprobs.shape[0])) else logprobs[places]
+    num_tops = [scored[place].num_top for place in places]
+    return dict(zip(wanted, score_tokens(by_sample, [chosen[key] for key in wanted], num_tops), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

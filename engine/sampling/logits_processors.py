@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagestream.engine.core.step_plan import Admitted
+from pagestream.engine.sampling.changes import StepChanges, as_bits
 
 
 class LogitsProcessor(Protocol):
@@ -43,21 +46,26 @@ class LogitBias:
     """Adds a constant to chosen tokens' logits."""
 
     def __init__(self) -> None:
-        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # token ids, each once, and what to add to each
+        self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # token ids, each once, and what to add to each
 
     def admit(self, admitted: Admitted) -> None:
         biases = dict(admitted.sampling_params.logit_bias)
         if biases:
-            self._biases[admitted.seq_id] = (torch.tensor(list(biases)), torch.tensor(list(biases.values()), dtype=torch.float32))
+            self._biases[admitted.seq_id] = (np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32))
 
     def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
         is_changed = False
         for row, seq_id in enumerate(seq_ids):
             if seq_id in self._biases:
                 token_ids, biases = self._biases[seq_id]
-                logits[row, token_ids.to(logits.device)] += biases.to(logits.device)
+                logits[row, torch.from_numpy(token_ids).to(logits.device)] += torch.from_numpy(biases).to(logits.device)
                 is_changed = True
         return is_changed
+
+    def list_changes(self, seq_ids: Sequence[int], changes: StepChanges) -> None:
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id in self._biases:
+                changes.of(row).bias_ids, changes.of(row).biases = self._biases[seq_id]
 
     def concerns(self, seq_id: int) -> bool:
         return seq_id in self._biases
@@ -74,23 +82,28 @@ class MinTokens:
 
     def __init__(self, eos_token_ids: frozenset[int]):
         self._eos_token_ids = eos_token_ids
-        self._ending_ids: dict[int, Tensor] = {}
+        self._ending_ids: dict[int, NDArray[np.int64]] = {}
         self._num_lacking: dict[int, int] = {}
 
     def admit(self, admitted: Admitted) -> None:
         params = admitted.sampling_params
         ending = params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
         if params.min_tokens > len(admitted.output_token_ids) and ending:
-            self._ending_ids[admitted.seq_id] = torch.tensor(sorted(ending))
+            self._ending_ids[admitted.seq_id] = np.array(sorted(ending), np.int64)
             self._num_lacking[admitted.seq_id] = params.min_tokens - len(admitted.output_token_ids)
 
     def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
         is_changed = False
         for row, seq_id in enumerate(seq_ids):
             if seq_id in self._ending_ids:
-                logits[row, self._ending_ids[seq_id].to(logits.device)] = -torch.inf
+                logits[row, torch.from_numpy(self._ending_ids[seq_id]).to(logits.device)] = -torch.inf
                 is_changed = True
         return is_changed
+
+    def list_changes(self, seq_ids: Sequence[int], changes: StepChanges) -> None:
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id in self._ending_ids:
+                changes.of(row).ruled_out.append(self._ending_ids[seq_id])
 
     def concerns(self, seq_id: int) -> bool:
         return seq_id in self._ending_ids
@@ -111,11 +124,13 @@ class AllowedTokens:
 
     def __init__(self) -> None:
         self._allowed: dict[int, Tensor] = {}
+        self._bits: dict[int, NDArray[np.int32]] = {}  # the same as masks
 
     def admit(self, admitted: Admitted) -> None:
         allowed = admitted.sampling_params.allowed_token_ids
         if allowed is not None:
             self._allowed[admitted.seq_id] = torch.tensor(sorted(set(allowed)))
+            self._bits[admitted.seq_id] = as_bits(allowed)
 
     def apply(self, logits: Tensor, seq_ids: Sequence[int]) -> bool:
         is_changed = False
@@ -128,6 +143,11 @@ class AllowedTokens:
                 is_changed = True
         return is_changed
 
+    def list_changes(self, seq_ids: Sequence[int], changes: StepChanges) -> None:
+        for row, seq_id in enumerate(seq_ids):
+            if seq_id in self._bits:
+                changes.of(row).masks.append(self._bits[seq_id])
+
     def concerns(self, seq_id: int) -> bool:
         return seq_id in self._allowed
 
@@ -136,3 +156,4 @@ class AllowedTokens:
 
     def retire(self, seq_id: int) -> None:
         self._allowed.pop(seq_id, None)
+        self._bits.pop(seq_id, None)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import Admitted
+from pagestream.engine.sampling.changes import StepChanges
 
 MAX_REPETITION_PENALTY = 1e37  # and its inverse: what float32 can still divide and multiply by without a NaN
 
@@ -91,6 +92,12 @@ class Penalties:
         scores -= torch.where(times > 0, presence, 0.0)
         logits[rows, token_ids] = scores
         return True
+
+    def list_changes(self, seq_ids: Sequence[int], changes: StepChanges) -> None:
+        for row, seq_id in enumerate(seq_ids):
+            counts = self._counts.get(seq_id)
+            if counts is not None and len(counts.token_ids):
+                changes.of(row).said_ids, changes.of(row).said_counts = counts.token_ids, counts.counts
 
     def concerns(self, seq_id: int) -> bool:
         return seq_id in self._counts

@@ -14,14 +14,16 @@ from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import Admitted, Candidate, SampledTokens, ScheduledSequence
 from pagestream.engine.sampling.bad_words import BadWords
 from pagestream.engine.sampling.beam_candidates import beam_candidates
-from pagestream.engine.sampling.choosing import Choice, Chooser, HostChooser
+from pagestream.engine.sampling.changes import ListedProcessor, StepChanges
+from pagestream.engine.sampling.choosing import Choice, Chooser, HostChooser, ScoredRow
 from pagestream.engine.sampling.drawing import select
 from pagestream.engine.sampling.logits_processors import AllowedTokens, LogitBias, LogitsProcessor, MinTokens
-from pagestream.engine.sampling.logprobs import score_tokens
 from pagestream.engine.sampling.penalties import Penalties
 from pagestream.engine.sampling.typical import TypicalTokens
 
 logger = logging.getLogger(__name__)
+
+NOBODY = -2  # in place of a row's sequence that a processor is not to look at; nobody is called so
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class SamplingState:
     params: SamplingParams
     num_known: int  # tokens that the processors have seen: prompt and output up to here
     processors: list[LogitsProcessor] = field(default_factory=list)  # those that the sequence concerns
+    is_listed: bool = False  # the chooser applies all that they do
     fault: str | None = None  # a processor failed on this sequence, so what the processors know of it can't be relied on
 
 
@@ -83,6 +86,8 @@ class Sampler:
                 processor.admit(admitted)
                 if processor.concerns(admitted.seq_id):
                     state.processors.append(processor)
+            is_single = not admitted.sampling_params.use_beam_search
+            state.is_listed = self._chooser.applies_changes and is_single and all(isinstance(one, ListedProcessor) for one in state.processors)
         except Exception as error:
             note_fault(state, admitted.seq_id, error)
 
@@ -115,17 +120,18 @@ class Sampler:
             self.observe(row.seq_id, row.token_ids, row.start)
         return [self._states[row.seq_id].params for row in rows]
 
-    def are_plain(self, rows: Sequence[ScheduledSequence]) -> bool:
-        """Whether the rows, once observed, need nothing but one draw each from the model's own logits."""
-        return all(len(row.samples) == 1 and self._is_plain(row.seq_id) for row in rows)
+    def are_unchanged(self, rows: Sequence[ScheduledSequence]) -> bool:
+        """Whether the rows, once observed, need nothing but one draw each from the model's own logits, and perhaps its logprob."""
+        return all(len(row.samples) == 1 and self._is_unchanged(row.seq_id) for row in rows)
 
     def are_greedy(self, rows: Sequence[ScheduledSequence]) -> bool:
         """Whether the rows, once observed, need nothing but the first of the model's own logits."""
-        return all(self._states[row.seq_id].params.is_greedy for row in rows) and self.are_plain(rows)
+        params = [self._states[row.seq_id].params for row in rows]
+        return all(one.is_greedy and not wants_logprobs(one) for one in params) and self.are_unchanged(rows)
 
-    def _is_plain(self, seq_id: int) -> bool:
+    def _is_unchanged(self, seq_id: int) -> bool:
         state = self._states[seq_id]
-        if state.fault is not None or state.params.use_beam_search or wants_logprobs(state.params):
+        if state.fault is not None or state.params.use_beam_search:
             return False
         return not any(processor.concerns(seq_id) for processor in state.processors)
 
@@ -138,28 +144,52 @@ class Sampler:
         if not rows:
             return Drawn()
         params = self.observe_rows(rows)
-        choose = self._chooser.begin(logits)
-        scored = [index for index, one in enumerate(params) if wants_logprobs(one)]
-        logprobs = torch.log_softmax(select(logits, scored), dim=-1) if scored else None
+        # How a row is changed depends on its own request alone, for the two ways may differ in the last bit.
+        is_listed = [self._states[row.seq_id].is_listed for row in rows]
+        choose = self._chooser.begin(logits, scored_rows(params), will_change=not all(is_listed))
         beams = [index for index, one in enumerate(params) if one.use_beam_search]
         beam_logprobs = torch.log_softmax(select(logits, beams), dim=-1) if beams else None
-        seq_ids = [row.seq_id for row in rows]
-        changes = [processor.apply(logits, seq_ids) for processor in self._processors]
+        are_changed = False
+        if not all(is_listed):
+            seq_ids = [NOBODY if listed else row.seq_id for row, listed in zip(rows, is_listed, strict=True)]
+            did_change = [processor.apply(logits, seq_ids) for processor in self._processors]
+            are_changed = any(did_change)
         beam_scores = select(logits, beams) if beams else None  # a copy where there are other rows, whose choice may change them
-        choice = choose(logits, rows, params, are_changed=any(changes))
-        faults = {row.seq_id: fault for row in rows if (fault := self._states[row.seq_id].fault) is not None}
-        token_ids = {key: token_id for key, token_id in choice.token_ids.items() if rows[key[0]].seq_id not in faults}
-        drawn = Drawn(failed=choice.failed | faults)
+        choice = choose(logits, rows, params, self._changes(rows, is_listed), are_changed=are_changed)
+        drawn = self.drawn(rows, params, choice)
         if beam_logprobs is not None and beam_scores is not None:
             fine = [place for place, index in enumerate(beams) if rows[index].seq_id not in drawn.failed]
             if fine:
                 fine_params = [params[beams[place]] for place in fine]
                 found = beam_candidates(select(beam_logprobs, fine), select(beam_scores, fine), fine_params, self._eos_token_ids)
                 drawn.candidates.update(zip([rows[beams[place]].seq_id for place in fine], found, strict=True))
-        if logprobs is None:
-            drawn.sampled.update((seq_id, SampledTokens((token_id,))) for (_, seq_id), token_id in token_ids.items())
-        else:
-            score_samples(drawn.sampled, token_ids, logprobs, scored, params)
+        return drawn
+
+    def _changes(self, rows: Sequence[ScheduledSequence], is_listed: Sequence[bool]) -> StepChanges:
+        changes = StepChanges()
+        seq_ids = [
+            row.seq_id if listed and self._states[row.seq_id].processors else NOBODY
+            for row, listed in zip(rows, is_listed, strict=True)
+        ]  # fmt: skip
+        if any(seq_id != NOBODY for seq_id in seq_ids):
+            for processor in self._processors:
+                if isinstance(processor, ListedProcessor):
+                    processor.list_changes(seq_ids, changes)
+        return changes
+
+    def drawn(self, rows: Sequence[ScheduledSequence], params: Sequence[SamplingParams], choice: Choice) -> Drawn:
+        """What was chosen for the rows, but for those on which a processor has failed."""
+        faults = {row.seq_id: fault for row in rows if (fault := self._states[row.seq_id].fault) is not None}
+        drawn = Drawn(failed=choice.failed | faults)
+        for (row, seq_id), token_id in choice.token_ids.items():
+            if rows[row].seq_id in faults:
+                continue
+            entry = choice.scores.get((row, seq_id))
+            if entry is None:
+                drawn.sampled[seq_id] = SampledTokens((token_id,))
+                continue
+            shown = None if params[row].logprobs is None else (entry,)
+            drawn.sampled[seq_id] = SampledTokens((token_id,), shown, entry.logprob if params[row].ranks_answers else 0.0)
         return drawn
 
 
@@ -174,25 +204,5 @@ def wants_logprobs(params: SamplingParams) -> bool:
     return not params.use_beam_search and (params.logprobs is not None or params.ranks_answers)
 
 
-def score_samples(
-    sampled: dict[int, SampledTokens],
-    token_ids: dict[tuple[int, int], int],
-    logprobs: Tensor,
-    scored: Sequence[int],
-    params: Sequence[SamplingParams],
-) -> None:
-    """Put every chosen token into `sampled`, with its logprobs where its row is one of `scored`; logprobs [len(scored), V]."""
-    place_of = {row: place for place, row in enumerate(scored)}
-    wanted = [(row, seq_id) for row, seq_id in token_ids if row in place_of]
-    num_tops = [params[row].logprobs or 0 for row, _ in wanted]
-    places = [place_of[row] for row, _ in wanted]
-    by_sample = logprobs if places == list(range(logprobs.shape[0])) else logprobs[places]
-    entries = dict(zip(wanted, score_tokens(by_sample, [token_ids[key] for key in wanted], num_tops), strict=True))
-    for key, token_id in token_ids.items():
-        row, seq_id = key
-        entry = entries.get(key)
-        if entry is None:
-            sampled[seq_id] = SampledTokens((token_id,))
-            continue
-        shown = None if params[row].logprobs is None else (entry,)
-        sampled[seq_id] = SampledTokens((token_id,), shown, entry.logprob if params[row].ranks_answers else 0.0)
+def scored_rows(params: Sequence[SamplingParams]) -> list[ScoredRow]:
+    return [ScoredRow(index, one.logprobs or 0) for index, one in enumerate(params) if wants_logprobs(one)]

@@ -197,31 +197,38 @@ def test_quantised_linear(bits, group, dtype):
 
 
 def test_sampling():
+    """Every second row with entries of all three kinds in all blocks, and a mask of every other token."""
     vocab_size, rows = (
         5000,
         [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.2, 0, 0.8, 0.0), (1.0, 100, 0.9, 0.02)] * 4,
     )
     logits = 3 * random(len(rows), vocab_size, dtype=torch.float32)
     floats, ints = torch.zeros(len(rows), 8), torch.zeros(len(rows), 8, dtype=torch.int64)
+    tokens = [torch.arange(start, vocab_size, step) for start, step in ((0, 7), (1, 5), (2, 11))]
+    values = [torch.linspace(-2, 2, len(tokens[0])), (torch.arange(len(tokens[1])) % 3).float(), torch.zeros(len(tokens[2]))]
+    entries = [torch.stack((at.int(), value.view(torch.int32)), dim=1).flatten() for at, value in zip(tokens, values, strict=True)]
+    mask = torch.full((-(-vocab_size // 32),), 0x55555555, dtype=torch.int32)  # even tokens
+    words = torch.cat([torch.zeros(4, dtype=torch.int32), mask, *entries])
+    begins = torch.tensor([4 + len(mask), *map(len, entries)]).cumsum(0)
     for r, (temperature, top_k, top_p, min_p) in enumerate(rows):
-        floats[r, :4] = torch.tensor([temperature, top_p, min_p, 1.0])
-        ints[r, :5] = torch.tensor([top_k, r - 3, 10 * r, -1, -1])
-    words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
-    parts = [
-        floats,
-        ints,
-        torch.zeros(1, vocab_size).int(),
-        words,
-        torch.zeros(len(rows) + 1).int(),
-        torch.zeros(1).int(),
-        torch.zeros(1),
-        words,
-    ]
-    got = sample(logits, SamplingTable(*(part.cuda() for part in parts)))
+        floats[r, :6] = torch.tensor([temperature, top_p, min_p, 1.3, 0.2, 0.4])
+        ints[r, :3] = torch.tensor([top_k, r - 3, 10 * r])
+        if r % 2:
+            ints[r, 3], ints[r, 4:] = 4, begins
+    got = sample(logits, SamplingTable(floats.cuda(), ints.cuda(), words.cuda()))
     torch.testing.assert_close(got.log_sum_exp.double(), logits.double().logsumexp(-1), atol=1e-4, rtol=0)
+    counts, in_prompt = torch.zeros(vocab_size), torch.zeros(vocab_size, dtype=torch.bool)
+    counts[tokens[1]], in_prompt[tokens[1]] = values[1], True
     for r, (temperature, top_k, top_p, min_p) in enumerate(rows):
+        x = logits[r].cpu().double()
+        if r % 2:
+            x = reference.processed_logits(
+                x, biases=dict(zip(tokens[0].tolist(), values[0].tolist(), strict=True)), counts=counts, in_prompt=in_prompt,
+                allowed=torch.arange(vocab_size) % 2 == 0, repetition=1.3, frequency=0.2, presence=0.4,
+            )  # fmt: skip
+            x[tokens[2]] = -torch.inf
         scores = reference.sampling_scores(
-            logits[r].cpu().double(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=r - 3, position=10 * r
+            x, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=r - 3, position=10 * r
         )
         assert scores[got.tokens[r].item()] >= scores.max() - 1e-3
 

@@ -69,7 +69,7 @@ class Setup:
             model.shape, block_size=BLOCK_SIZE, num_blocks=8, num_swap_blocks=0, dtype=torch.float32, device=CPU
         )
         link = link or SharedMemory()
-        chooser = KernelChooser(link, model.shape.vocab_size, 16, CPU)
+        chooser = KernelChooser(link, model.shape.vocab_size, CPU)
         self.maker = FakeGraphs()
         graphs = None
         if with_graphs:
@@ -236,11 +236,22 @@ def is_interpreting() -> bool:
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-def test_the_host_waits_once_a_step(model, with_graphs):
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Params(temperature=1.0, min_p=0.1), PARAMS[2]),
+        (Params(temperature=0, logprobs=3), PARAMS[2]),
+        (Params(temperature=0.7, logprobs=0, repetition_penalty=1.2, frequency_penalty=0.3), Params(logprobs=5)),
+        (Params(temperature=0, allowed_token_ids=(5, 9, 250), min_tokens=2), PARAMS[2]),
+        (PARAMS[3], Params(logprobs=2, logit_bias={7: 3.0}, bad_word_ids=((7,), (8, 9)), bad_words=("a", "b"))),
+    ],
+    ids=["plain", "logprobs of one", "penalties", "allowed tokens", "biases and bad words"],
+)
+def test_the_host_waits_once_a_step(model, with_graphs, first, second):
     link = CountingLink()
     setup = Setup(model, with_graphs=with_graphs, link=link)
     with Waits(link) as waits:
-        tokens = run(setup, [1, 2], 2, PARAMS | {1: Params(temperature=1.0, min_p=0.1)})
+        tokens = run(setup, [1, 2], 2, PARAMS | {1: first, 2: second})
     assert len(tokens[1]) == 3
     assert link.num_fetched == 2 + 2  # each prompt, and each decode step of both
     assert waits.found == []

@@ -16,11 +16,12 @@ from pagestream.engine import LLM, SamplingParams, factory, model_choice
 from pagestream.engine.attention.torch_backend import TorchAttention
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
+from pagestream.engine.core.sampling_params import Constraint
 from pagestream.engine.core.step_plan import NOT_FINITE, BlockCopy
 from pagestream.engine.models.triton_linear import BlocksLinear
 from pagestream.engine.runner.block_mover import KernelMover
 from pagestream.engine.runner.kv_cache import KVCache, bytes_per_block
-from pagestream.engine.sampling.choosing import NO_TOKEN, Choice
+from pagestream.engine.sampling.choosing import NO_TOKEN, Choice, scores_of
 from pagestream.engine.sampling.kernel_chooser import KernelChooser
 from pagestream.kernels import reference
 from pagestream.kernels.transfer import SharedMemory
@@ -41,10 +42,13 @@ PARAMS = [
 class ReferenceChooser:
     """A Chooser by the oracle of the sampling kernel."""
 
-    def begin(self, logits):
+    applies_changes = False
+
+    def begin(self, logits, scored, *, will_change):
+        logprobs = torch.log_softmax(logits[[one.row for one in scored]], dim=-1)
         failed_rows = [row for row, top in enumerate(logits.amax(-1).tolist()) if not abs(top) < float("inf")]
 
-        def choose(logits, rows, params, *, are_changed):
+        def choose(logits, rows, params, changes, *, are_changed):
             choice = Choice(failed={rows[index].seq_id: NOT_FINITE for index in failed_rows})
             for index, (row, one) in enumerate(zip(rows, params, strict=True)):
                 for sample in row.samples if index not in failed_rows else ():
@@ -57,6 +61,7 @@ class ReferenceChooser:
                         choice.failed[row.seq_id] = NO_TOKEN
                     else:
                         choice.token_ids[index, sample.seq_id] = int(scores.argmax())
+            choice.scores.update(scores_of(choice.token_ids, logprobs, scored))
             return choice
 
         return choose
@@ -101,6 +106,26 @@ def test_tokens_equal_plain_torch(llama, monkeypatch):
     assert answers(ours, PROMPTS, PARAMS) == want
     assert ours.llm_engine.scheduler.counters.num_prefix_hit_tokens > before
     assert len(set(want[4])) == 2
+
+
+CHANGED = [
+    SamplingParams(temperature=0, max_tokens=3, constraint=Constraint("regex", "[a-e]{2,9}"), logprobs=4),
+    SamplingParams(temperature=1.5, seed=1, max_tokens=3, constraint=Constraint("regex", "[0-9 ]{4,9}"), frequency_penalty=1.5),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, repetition_penalty=1.8, presence_penalty=1.0, logit_bias={50: 4.0}),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=3, ignore_eos=True, typical_p=0.6, frequency_penalty=0.8),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, bad_word_ids=((50,), (51, 52)), bad_words=("x", "y"), logit_bias={50: 9.0}),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=3, ignore_eos=True, n=2, presence_penalty=0.9, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+]
+
+
+def test_tokens_of_changed_rows_equal_those_of_the_processors_together_and_alone(llama, monkeypatch):
+    """Constraints, penalties, biases, bad words and logprobs beside a plain row, and beside a row that lists can't say."""
+    ours, theirs = triton(llama, max_num_batched_tokens=64), plain(llama, monkeypatch, max_num_batched_tokens=64)
+    prompts = [prompt[:6] for prompt in (*PROMPTS, PROMPTS[0][::-1])]
+    want = answers(theirs, prompts, CHANGED)
+    assert answers(ours, prompts, CHANGED) == want
+    assert answers(ours, prompts[2:3], CHANGED[2]) == want[2:3]
 
 
 def test_logprobs_are_near_those_of_plain_torch(llama, monkeypatch):

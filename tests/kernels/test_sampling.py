@@ -41,25 +41,29 @@ def to_bits(flags: torch.Tensor) -> torch.Tensor:
 
 
 def make_table(rows: list[dict], *, counts=None, in_prompt=None, masks=None) -> SamplingTable:
+    """Of a row of `counts` and `in_prompt` or of `masks` only what the rows refer to gets into the table, all of it once."""
     rows = [PLAIN | row for row in rows]
     floats, ints = torch.zeros(len(rows), 8), torch.zeros(len(rows), 8, dtype=torch.int64)
-    bias_start, tokens, values = [0], [], []
+    words, mask_at = [0] * 4, {}
+    for index in {row.get("mask_row", -1) for row in rows} - {-1}:
+        mask_at[index] = len(words)
+        words += to_bits(masks)[index].tolist()
     for r, row in enumerate(rows):
         floats[r, :6] = torch.tensor(
             [row[name] for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")]
         )
-        ints[r, :5] = torch.tensor(
-            [row["top_k"], row["seed"], row["position"], row.get("counts_row", -1), row.get("mask_row", -1)]
-        )
-        tokens += row.get("biases", {}).keys()
-        values += row.get("biases", {}).values()
-        bias_start.append(len(tokens))
-    none = torch.zeros(1, VOCAB, dtype=torch.bool)
-    return SamplingTable(
-        floats, ints, torch.zeros(1, VOCAB, dtype=torch.int32) if counts is None else counts,
-        to_bits(none if in_prompt is None else in_prompt), torch.tensor(bias_start, dtype=torch.int32),
-        torch.tensor(tokens or [0], dtype=torch.int32), torch.tensor(values or [0.0]), to_bits(none if masks is None else masks),
-    )  # fmt: skip
+        said = torch.zeros(VOCAB, dtype=torch.bool)
+        if (counts_row := row.get("counts_row", -1)) >= 0:
+            said = (counts[counts_row] > 0) | in_prompt[counts_row]
+        lists = [row.get("biases", {}), {t: float(counts[counts_row, t]) for t in said.nonzero()[:, 0].tolist()}]
+        lists.append(dict.fromkeys(row.get("ruled_out", ()), 0.0))
+        begins = []
+        for entries in lists:
+            begins.append(len(words))
+            for token, value in entries.items():
+                words += [token, torch.tensor(value).view(torch.int32).item()]
+        ints[r] = torch.tensor([row["top_k"], row["seed"], row["position"], mask_at.get(row.get("mask_row"), 0), *begins, len(words)])
+    return SamplingTable(floats, ints, torch.tensor(words, dtype=torch.int32))
 
 
 def check(logits: torch.Tensor, rows: list[dict], *, counts=None, in_prompt=None, masks=None) -> torch.Tensor:
@@ -76,6 +80,7 @@ def check(logits: torch.Tensor, rows: list[dict], *, counts=None, in_prompt=None
             in_prompt=None if counts_row < 0 else in_prompt[counts_row], allowed=None if mask_row < 0 else masks[mask_row],
             repetition=row["repetition"], frequency=row["frequency"], presence=row["presence"],
         )  # fmt: skip
+        x[list(row.get("ruled_out", ()))] = -math.inf
         scores = reference.sampling_scores(
             x, **{name: row[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")}
         )
@@ -163,6 +168,36 @@ def test_bias_and_mask():
     rows += [{"biases": {7: 70.0, 280: 100.0}, "temperature": 0.0}, {"mask_row": 2, "top_k": 3}]
     tokens = check(random_logits(6), rows, masks=masks)
     assert tokens[1:5].tolist() == [299, 299, 5, 280]
+
+
+def test_lists_are_applied_in_order_and_in_pieces(monkeypatch):
+    """Bias, penalties, and then what is ruled out, which no bias brings back; longer than what is taken at a time."""
+    monkeypatch.setattr(sampling, "ENTRIES", 16)
+    counts, in_prompt = torch.zeros(1, VOCAB, dtype=torch.int32), torch.zeros(1, VOCAB, dtype=torch.bool)
+    counts[0, ::3], in_prompt[0, 100:180] = 2, True
+    biases = {token: 0.05 * token for token in range(VOCAB - 1, 200, -1)}
+    row = {"counts_row": 0, "repetition": 1.3, "presence": 0.4, "frequency": 0.3, "biases": biases, "seed": 3}
+    rows = [row | {"temperature": 0.0}, row | {"temperature": 2.0, "ruled_out": range(250, VOCAB)}, {}, {"ruled_out": range(299)}]
+    rows += [row | {"ruled_out": [299, 299], "top_k": 9}]
+    tokens = check(random_logits(5), rows, counts=counts, in_prompt=in_prompt)
+    assert tokens[1] < 250
+    assert tokens[3] == 299
+    assert tokens[4] != 299
+
+
+def test_a_penalty_is_rounded_as_in_plain_torch():
+    """Greedy rows must not choose otherwise where two scores meet but for the last digit."""
+    logits = random_logits(2)
+    said = torch.arange(0, VOCAB, 2)
+    counts, in_prompt = torch.zeros(1, VOCAB, dtype=torch.int32), torch.zeros(1, VOCAB, dtype=torch.bool)
+    counts[0, said] = 3
+    want = torch.where(logits > 0, logits / 1.1, logits * 1.1) - torch.tensor(0.3) * 3 - 0.7
+    others = torch.where(torch.arange(VOCAB) % 2 == 1, want.max(-1, keepdim=True).values, -100.0)  # equal to the best of them
+    logits[:, 1::2] = others[:, 1::2]
+    row = {"counts_row": 0, "temperature": 0.0, "repetition": 1.1, "frequency": 0.3, "presence": 0.7}
+    got = sample(logits, make_table([row, row], counts=counts, in_prompt=in_prompt)).tokens
+    changed = torch.where(torch.arange(VOCAB) % 2 == 0, want, logits)
+    assert torch.equal(got, changed.argmax(-1))
 
 
 @pytest.mark.parametrize("row", [{}, {"temperature": 0.0}, {"top_k": 3}])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagestream.engine.core.step_plan import Admitted
 from pagestream.engine.features.structured.compiler import ConstraintCompiler
+from pagestream.engine.sampling.changes import StepChanges
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -52,6 +53,12 @@ class ConstraintMask:
         rule_out = rule_out_on_host if logits.device.type == "cpu" else rule_out_on_device
         rule_out(logits, rows, bits)
         return True
+
+    def list_changes(self, seq_ids: Sequence[int], changes: StepChanges) -> None:
+        rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._matchers]
+        if rows:
+            for row, bits in zip(rows, self._bitmasks([self._matchers[seq_ids[row]] for row in rows]), strict=True):
+                changes.of(row).masks.append(bits)
 
     def concerns(self, seq_id: int) -> bool:
         return seq_id in self._matchers

@@ -90,7 +90,7 @@ def make_runner(kv_dtype: torch.dtype) -> ModelRunner:
         model.shape, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, num_swap_blocks=4, dtype=kv_dtype, device=CPU,
         mover=KernelMover(link, CPU),
     )  # fmt: skip
-    sampler = Sampler(model.shape.eos_token_ids, (), KernelChooser(link, VOCAB, 1000, CPU))
+    sampler = Sampler(model.shape.eos_token_ids, (), KernelChooser(link, VOCAB, CPU))
     return ModelRunner(model, cache, sampler, block_size=BLOCK_SIZE, device=CPU, link=link)
 
 
