@@ -29,6 +29,7 @@ from pagestream.kernels.bench_cases import (
     elementwise_cases,
     quant_matmul_case,
     sampling_case,
+    unpack_case,
 )
 from pagestream.kernels.compilation import launches_noted
 from pagestream.kernels.gpu_timing import PARTS, gpu_report
@@ -58,6 +59,8 @@ def static_cases(arch: int | str) -> Iterator[tuple[str, Callable[[], Case], dic
     for bits, group in ((4, 32), (4, 128), (8, 32), (8, 128)):
         loop_bytes = {"_quant_matmul_kernel": COLS * max(PIECE_BYTES, group * bits / 8)}
         yield f"int{bits} linear, group {group}", partial(quant_matmul_case, 1, "cpu", bits=bits, group=group), loop_bytes
+    for bits in (4, 8):
+        yield f"int{bits} weight unpacked", partial(unpack_case, "cpu", bits=bits, num_outputs=64, num_inputs=256), {}
 
 
 def same(case: Case) -> Case:

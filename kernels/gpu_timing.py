@@ -27,6 +27,7 @@ from pagestream.kernels.bench_cases import (
     elementwise_cases,
     quant_matmul_case,
     sampling_case,
+    unpack_case,
 )
 from pagestream.kernels.compilation import compile_noted, launches_noted
 from pagestream.kernels.kv_format import is_quantised
@@ -181,6 +182,9 @@ class Cases:
             yield Timing(
                 {"kind": "sampling top-k, top-p", "rows": num_rows}, partial(sampling_case, num_rows, device, top_k=50, top_p=0.9)
             )
+            yield Timing({"kind": "sampling with penalties", "rows": num_rows}, partial(sampling_case, num_rows, device, num_said=1000))
+        for bits in (4, 8):
+            yield Timing({"kind": f"int{bits} weight unpacked"}, partial(unpack_case, device, bits=bits))
         for bits, group in ((4, 32), (4, 128), (8, 128)):
             for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
                 for num_rows in (1, 16):

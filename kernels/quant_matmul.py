@@ -26,6 +26,7 @@ from torch import Tensor
 from pagestream.kernels.attention_tile import dot
 
 ROWS, COLS = 16, 128
+UNPACKED_ROWS = 64
 PIECE = 64  # K is a multiple of so many elements
 PIECE_BYTES = 64  # codes of one output in one step, or half as many where K does not allow it
 MAX_ROWS = 1024
@@ -75,14 +76,50 @@ def pack(codes: Tensor, scales: Tensor, minimums: Tensor, *, bits: int, group: i
     return QuantisedWeight(pieces, factors, arrivals, bits, group)
 
 
+@triton.jit(do_not_specialize=["num_outputs", "num_rows", "input_pieces"])
+def _unpack_kernel(
+    pieces_ptr, factors_ptr, rows_ptr, w_ptr, num_outputs, num_rows, input_pieces,
+    GROUP: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    RUN: tl.constexpr = 2 * WORDS
+    PIECE: tl.constexpr = (16 // BITS) * RUN
+    # Sizes are no constants, so that one kernel serves all linears of a model; only as a product is their alignment known.
+    num_inputs = input_pieces.to(tl.int64) * PIECE
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    source = row.to(tl.int64)
+    if rows_ptr is not None:
+        source = tl.load(rows_ptr + row, mask=inside, other=0).to(tl.int64)
+    piece = tl.program_id(1).to(tl.int64)
+    at = pieces_ptr + (piece * num_outputs + source)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    words = tl.load(at, mask=inside[:, None], other=0)
+    target = w_ptr + row.to(tl.int64)[:, None] * num_inputs + piece * PIECE + tl.arange(0, RUN)[None, :]
+    for j in tl.static_range(16 // BITS):
+        digits = (words >> (BITS * j)) & (0x000F000F if BITS == 4 else 0x00FF00FF)
+        codes = tl.reshape(tl.join(digits & 0xFFFF, digits >> 16), (ROWS, RUN)).to(tl.float32)
+        factor = factors_ptr + (piece * PIECE + j * RUN) // GROUP * 2 * num_outputs + source
+        scale = tl.load(factor, mask=inside, other=0.0).to(tl.float32)
+        minimum = tl.load(factor + num_outputs, mask=inside, other=0.0).to(tl.float32)
+        w = tl.fma(codes, scale[:, None], minimum[:, None])
+        tl.store(target + j * RUN, w.to(w_ptr.dtype.element_ty), mask=inside[:, None])
+
+
 def unpack(weight: QuantisedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """The weight as floats, [N, K], or some of its rows; in plain torch, for whoever multiplies many rows with it."""
-    pieces, factors = (weight.pieces, weight.factors) if rows is None else (weight.pieces[:, rows], weight.factors[:, :, rows])
-    packed = pieces.view(torch.uint8).unflatten(2, (-1, 2, 2)).permute(1, 0, 4, 2, 3)
-    codes = torch.stack((packed & 15, packed >> 4), dim=3) if weight.bits == 4 else packed
-    grouped = codes.reshape(factors.shape[2], -1, weight.group).to(torch.float32)
-    scales, minimums = factors.float().permute(1, 2, 0)[..., None]
-    return torch.addcmul(minimums, grouped, scales).to(dtype).flatten(1)
+    """The weight as floats, [N, K], or some of its rows, in their order; for whoever multiplies many rows with it.
+
+    Shapes:  rows [T] int64.
+    Numbers: scale * code + minimum in float32, rounded once.
+    Floor:   one read of the weight and one write of 2 N K bytes, from which the product then reads them.
+    """
+    _, num_outputs, words = weight.pieces.shape
+    num_rows = num_outputs if rows is None else rows.shape[0]
+    w = torch.empty(num_rows, weight.num_inputs, dtype=dtype, device=weight.pieces.device)
+    if num_rows:
+        _unpack_kernel[(triton.cdiv(num_rows, UNPACKED_ROWS), weight.pieces.shape[0])](
+            weight.pieces, weight.factors, rows, w, num_outputs, num_rows, weight.pieces.shape[0],
+            GROUP=weight.group, BITS=weight.bits, WORDS=words, ROWS=UNPACKED_ROWS, num_warps=4,
+        )  # fmt: skip
+    return w
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from pagestream.engine.runner.executor import Executor
 from pagestream.kernels.compilation import compile_noted, launches_noted
 
 NOBODY = -1  # a sequence of nobody's; the numbers of requests are positive
-LONG_PROMPT = 40  # tokens: beyond what attention takes for few
+LONG_PROMPT = 80  # tokens: beyond what attention takes for few, and what quantised linears do
 PLANNED_AT_ONCE = 256  # sequences: attention's plan is compiled for that many, and for twice as many each time that is exceeded
 PROGRESS_AFTER_S = 1.0
 MOST_THREADS = 16
@@ -49,12 +49,19 @@ def step_kinds(
     nobody = Admitted(NOBODY, (0,) * num_tokens, SamplingParams(), seed=0)
     yield StepPlan(0, admitted=(nobody,), scheduled=(ScheduledSequence(NOBODY, (0,) * num_tokens, 0, table, sample),))
     one = ScheduledSequence(NOBODY, (0,), 0, table[:1], sample)
-    num_seqs = 1
-    while num_seqs <= max_num_seqs:
+    for num_seqs in numbers_of_sequences(max_num_seqs):
         yield StepPlan(0, scheduled=(one,) * num_seqs)
-        num_seqs = PLANNED_AT_ONCE + 1 if num_seqs == 1 else 2 * num_seqs - 1
     pair = (BlockCopy(0, 0),)
     yield StepPlan(0, copies=pair)
     if num_swap_blocks:
         yield StepPlan(0, swap_out=pair, swap_in=pair)
     yield StepPlan(0, retired_seq_ids=(NOBODY,))
+
+
+def numbers_of_sequences(max_num_seqs: int) -> Iterator[int]:
+    """Those of decode steps that launch other kernels than a step of fewer."""
+    yield from sorted({1, min(LONG_PROMPT, max_num_seqs)})
+    num_seqs = PLANNED_AT_ONCE + 1
+    while num_seqs <= max_num_seqs:
+        yield num_seqs
+        num_seqs = 2 * num_seqs - 1

@@ -49,6 +49,18 @@ def test_unpacking_gives_the_weight_back(bits, num_inputs):
     weight = pack(codes, scales, minimums, bits=bits, group=32)
     torch.testing.assert_close(unpack(weight, torch.float32), want, atol=1e-6, rtol=0)
     torch.testing.assert_close(unpack(weight, torch.float32, torch.tensor([7, 0])), want[[7, 0]], atol=1e-6, rtol=0)
+    assert unpack(weight, torch.float16).dtype == torch.float16
+    torch.testing.assert_close(unpack(weight, torch.float16).float(), want, atol=2e-3, rtol=1e-3)
+    assert unpack(weight, torch.float32, torch.zeros(0, dtype=torch.int64)).shape == (0, num_inputs)
+
+
+def test_unpacking_more_rows_than_are_taken_at_a_time_in_groups_of_more_than_a_run():
+    codes, scales, minimums = make_weight(150, 384, 4, 128, torch.float32)
+    want = codes * scales.repeat_interleave(128, 1) + minimums.repeat_interleave(128, 1)
+    weight = pack(codes, scales, minimums, bits=4, group=128)
+    torch.testing.assert_close(unpack(weight, torch.float32), want, atol=1e-6, rtol=0)
+    rows = torch.arange(149, -1, -1)
+    torch.testing.assert_close(unpack(weight, torch.float32, rows), want[rows], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 40])

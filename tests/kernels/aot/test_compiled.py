@@ -19,6 +19,7 @@ from pagestream.kernels.bench_cases import (
     elementwise_cases,
     quant_matmul_case,
     sampling_case,
+    unpack_case,
 )
 from pagestream.kernels.compilation import launches_noted
 from pagestream.kernels.quant_matmul import COLS, PIECE_BYTES
@@ -117,10 +118,12 @@ def test_everything_else(target):
         yield sampling_case(1, "cpu", vocab_size=9000)
         yield quant_matmul_case(1, "cpu", bits=4, group=32, num_inputs=1024)
         yield quant_matmul_case(1, "cpu", bits=8, group=128, num_inputs=1024)
+        yield unpack_case("cpu", bits=4, num_outputs=64, num_inputs=256)
+        yield unpack_case("cpu", bits=8, num_outputs=64, num_inputs=192)
 
     assert set(compile_all(target, cases)) == {
         "_rms_norm_kernel", "_swiglu_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel",
-        "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel",
+        "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel", "_unpack_kernel",
     }  # fmt: skip
 
 
@@ -144,6 +147,20 @@ def test_quantised_linears_are_not_bound_by_instructions(bits, group, bound):
     assert figures.count_in_loop("LDGSTS.*128") >= loop_bytes / (16 * 32 * figures.num_warps)  # codes come by 16-byte copies
     assert figures.issue_bound(loop_bytes) > bound
     assert figures.programs_per_sm * loop_bytes >= MIN_BYTES_IN_FLIGHT
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_is_unpacked_in_one_pass_of_wide_copies(bits):
+    """Of words read and floats written, 16 bytes each; what is stored is already in the model's own type."""
+    with launches_noted() as launches:
+        unpack_case("cpu", bits=bits, num_outputs=64, num_inputs=256).run()
+    (listing,) = disassembled([machine_code(kernel.asm["cubin"]) for kernel in compiled(launches, TARGETS["sm_90"])], 90)
+    code = [instruction for _, instruction in listing]
+    assert sum("LDG" in text and ".128" in text for text in code) >= 1
+    stores = [text for text in code if "STG" in text]
+    assert stores
+    assert all(".128" in text for text in stores)
+    assert len(code) < 1000
 
 
 LINEAR_FORMATS = [

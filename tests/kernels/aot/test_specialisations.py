@@ -12,8 +12,9 @@ import torch
 
 from pagestream.engine.attention.base import AttentionMetadata, AttentionSpec, LayerCache
 from pagestream.engine.attention.triton_backend import TritonAttention
-from pagestream.kernels.bench_cases import copy_case, elementwise_cases, quant_matmul_case, sampling_case
+from pagestream.kernels.bench_cases import copy_case, elementwise_cases, quant_matmul_case, quantised_weight, sampling_case
 from pagestream.kernels.kv_format import allocate_pages
+from pagestream.kernels.quant_matmul import unpack
 from pagestream.kernels.static_analysis import TARGETS, launches_compiled
 
 STEPS = [  # query lengths and table widths of a step
@@ -48,6 +49,10 @@ def test_serving_compiles_each_kernel_at_most_twice():
             sampling_case(count, "cpu", vocab_size=5000).run()
             sampling_case(count, "cpu", vocab_size=5000, top_k=5, top_p=0.5).run()
             quant_matmul_case(count, "cpu", bits=4, group=32, num_inputs=512, num_outputs=128).run()
+            sampling_case(count, "cpu", vocab_size=5000, num_said=3 * count).run()
+            weight = quantised_weight(16 * count, 256 * count, 4, 32, torch.bfloat16, "cpu")
+            unpack(weight, torch.bfloat16)
+            unpack(weight, torch.bfloat16, torch.zeros(count, dtype=torch.int64))
     assert len(launches) > 50
     compiled = Counter(launch.name for launch in launches if launch.fresh)
     assert set(compiled) == {launch.name for launch in launches}
