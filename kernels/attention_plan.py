@@ -73,7 +73,7 @@ def choose_config(
         long_tile, long_rows, long_warps = _sm_80_exceptions(head_size, heads_per_kv, quantised, (long_tile, long_rows, long_warps))
     return AttentionConfig(
         short_query=1 << 30 if exact else 16, tile=tile, rows=rows, num_stages=num_stages,
-        max_registers=_max_registers(head_size, heads_per_kv, arch),
+        max_registers=_max_registers(head_size, heads_per_kv, arch, quantised),
         programs_per_sm=2,
         long_tile=long_tile, long_rows=max(rows, long_rows), long_num_warps=long_warps,
         long_max_registers=_long_max_registers(head_size, arch, quantised, long_warps),
@@ -81,12 +81,12 @@ def choose_config(
     )  # fmt: skip
 
 
-def _max_registers(head_size: int, heads_per_kv: int, arch: int | str) -> int | None:
+def _max_registers(head_size: int, heads_per_kv: int, arch: int | str, quantised: bool) -> int | None:
     """As many as leave room for two programs on an SM; 240 where that is enough, for one version's assembler spills beyond."""
     if isinstance(arch, str):
         return None
     divides_rows = heads_per_kv & (heads_per_kv - 1) != 0
-    return 255 if head_size > 128 or (arch >= 100 and divides_rows) else 240
+    return 255 if head_size > 128 or (arch >= 90 and quantised) or (arch >= 100 and divides_rows) else 240
 
 
 def _short_sizes(head_size: int, arch: int | str, quantised: bool) -> tuple[int, int]:
