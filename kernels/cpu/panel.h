@@ -134,8 +134,7 @@ public:
         widen(i + 2);
     }
     void expand_rows(long i, uint32_t* rows) {
-        fetch_block<Q4Block::BYTES, 4096>(at(i));
-        Q4Block::expand_rows(at(i), scales_[i % 2], rows);
+        Q4Block::expand_rows(at(i), scales_[i % 2], rows, at(i) + 4096);
         widen(i + 2);
     }
 

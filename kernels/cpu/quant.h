@@ -104,10 +104,12 @@ struct Q4Block {
         }
     };
 
-    // A left operand of tiles: [32 outputs][16 lanes along k].
-    static void expand_rows(const uint8_t* block, const Scales& scales, uint32_t* rows) {
+    // A left operand of tiles: [32 outputs][16 lanes along k].  Asks for a block ahead, line by line: few rows wait for their weights.
+    static void expand_rows(const uint8_t* block, const Scales& scales, uint32_t* rows, const uint8_t* ahead) {
+        constexpr long LINES = PANEL / 4;
 #pragma GCC unroll 8
-        for (long line = 0; line < PANEL / 4; ++line) {
+        for (long line = 0; line < LINES; ++line) {
+            for (size_t at = line * 64; at < BYTES; at += LINES * 64) __builtin_prefetch(ahead + at, 0, 2);
             const FourOutputs outputs(*reinterpret_cast<const Q4Block*>(block), scales, line);
             for (long i = 0; i < 4; ++i) _mm512_storeu_si512(rows + (4 * line + i) * TILE, outputs.row[i]);
         }

@@ -178,8 +178,8 @@ private:
     }
 
     void want(long first_key, long num_groups, Wanted& wanted) const {
-        for (long key = first_key; key <= last_key() && key < first_key + SPLIT; key += GRANULE)
-            for (const void* pages : {pages_.k, pages_.v})
+        for (const void* pages : {pages_.k, pages_.v})  // blocks that follow each other often lie side by side
+            for (long key = first_key; key <= last_key() && key < first_key + SPLIT; key += GRANULE)
                 for (long group = tile_.group; group < tile_.group + num_groups; ++group)
                     wanted.add(static_cast<const uint32_t*>(pages) + granule_at(key, group));
     }
@@ -394,6 +394,12 @@ private:
         for (int i = 0; i < LINES; ++i) __builtin_prefetch(first + i * stride);
     }
 
+    // Few rows are done before their memory has come.  What they want next is asked for between the tiles' own instructions.
+    template <bool FEW, long LINES>
+    void fetch_wanted() {
+        if (FEW) s_->wanted.template fetch<LINES>();
+    }
+
     template <bool LATE>
     const uint32_t* key_lanes(long g) {
         return LATE ? expanded_keys(g, g % 4) : keys_[g];
@@ -411,13 +417,16 @@ private:
             tile_zero<2>();
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long lane = 0; lane < lanes; lane += TILE) {
-                for (const uint32_t* granule : ahead)
-                    if (FEW) s_->wanted.fetch();
-                    else fetch_lines<TILE>(granule + lane * GRANULE, GRANULE);
+                if (!FEW)
+                    for (const uint32_t* granule : ahead) fetch_lines<TILE>(granule + lane * GRANULE, GRANULE);
+                fetch_wanted<FEW, 8>();
                 tile_load<6>(keys + lane * GRANULE, 64);
+                fetch_wanted<FEW, 8>();
                 tile_load<4>(queries_ + lane, lanes * 4);
                 tile_dot<0, 4, 6>();
+                fetch_wanted<FEW, 8>();
                 tile_load<7>(more_keys + lane * GRANULE, 64);
+                fetch_wanted<FEW, 8>();
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(queries_ + TILE * lanes + lane, lanes * 4);
@@ -443,14 +452,17 @@ private:
             if (!FEW) tile_zero<1>(), tile_zero<3>();
             for (long g = 0; g < granules_; ++g) {
                 const long at = g * GRANULE / 2;
-                if (FEW) s_->wanted.fetch();
-                else
+                if (!FEW)
                     for (long half : {0L, TILE}) fetch_lines<TILE / 2>(values_[std::min(g + 2, granules_ - 1)] + d + half, width_);
                 const uint32_t* values = LATE ? expanded_values(g, d) : values_[g] + d;
+                fetch_wanted<FEW, 4>();
                 tile_load<6>(values, stride * 4);
+                fetch_wanted<FEW, 4>();
                 tile_load<4>(weights + at, SCORE_STRIDE * 4);
                 tile_dot<0, 4, 6>();
+                fetch_wanted<FEW, 4>();
                 tile_load<7>(values + TILE, stride * 4);
+                fetch_wanted<FEW, 4>();
                 tile_dot<2, 4, 7>();
                 if (FEW) continue;
                 tile_load<5>(high_weights + at, SCORE_STRIDE * 4);

@@ -1,8 +1,10 @@
 // Memory that is wanted soon and whose place the processor can't foresee: asked for bit by bit while something else is computed.
-// All at once it would fill the queue of outstanding lines, and everything would wait behind it.
+// In one burst it would fill the queue of outstanding lines, and everything would wait behind it.
 #pragma once
 
 #include <algorithm>
+
+#include "simd.h"
 
 namespace ps {
 
@@ -19,16 +21,17 @@ public:
         if (count_ < MOST) pieces_[count_++] = static_cast<const char*>(piece);
     }
 
-    // Asks for the next 16 lines, or for what is left of a piece.
-    void fetch() {
+    // Asks for the next lines, or for what is left of a piece.
+    template <long LINES>
+    PS_INLINE void fetch() {
         if (next_ == count_) return;
         const char* piece = pieces_[next_];
-        const size_t end = std::min(done_ + 16 * 64, bytes_);
+        const size_t end = std::min(done_ + LINES * 64, bytes_);
         for (; done_ < end; done_ += 64) __builtin_prefetch(piece + done_, 0, 2);
         if (done_ >= bytes_) ++next_, done_ = 0;
     }
     void fetch_rest() {
-        while (next_ < count_) fetch();
+        while (next_ < count_) fetch<16>();
     }
 
 private:
