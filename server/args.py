@@ -17,6 +17,8 @@ from pagestream.server.tools.syntax import SYNTAXES
 
 MODEL, CACHE, SCHEDULING, DEVICE, SERVER, TESTING = "Model", "KV cache", "Scheduling", "Device", "Server", "Testing"
 SECONDS = ("sse_keep_alive_interval", "drain_timeout", "slow_reader_timeout", "slow_sender_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep")
+PER_KEY = ("max_requests_per_key", "max_tokens_per_minute_per_key")
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+")  # anything else, a closing slash too, would never be equal to one
 
 # As vLLM reads them: 32k is 32,000 and 32K is 32,768.
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -105,6 +107,12 @@ def to_settings(options: dict[str, Any]) -> ServerSettings:
     memory = options["stream_memory"]
     if memory is not None and memory < 0:
         raise StartError("--stream-memory must not be negative")
+    for name in PER_KEY:
+        if options[name] is not None and options[name] < 1:
+            raise StartError(f"--{name.replace('_', '-')} must be at least 1")
+    for origin in options["allowed_origins"] or []:
+        if not ORIGIN.fullmatch(origin):
+            raise StartError(f"--allowed-origins takes * or origins as browsers send them, such as https://chat.example, not {origin!r}")
     root_path = options["root_path"].rstrip("/")
     if root_path and not root_path.startswith("/"):
         raise StartError("--root-path must begin with a slash")

@@ -8,6 +8,7 @@ from enum import Enum
 from pagestream.engine.core.errors import StartError
 
 MAX_SWAP_SPACE_BYTES = 1 << 42
+MAX_CPU_THREADS = 1024  # far more than pay; what a system refuses to start would end the process without a word of ours
 
 
 class SchedulingPolicy(Enum):
@@ -137,8 +138,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choose("device", self.device, ("auto", "cpu", "cuda"))
         choose("kernels", self.kernels, ("auto", "torch", "triton"))
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise StartError(f"cpu_threads must be at least 1, not {self.cpu_threads}")
+        if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MAX_CPU_THREADS:
+            raise StartError(f"cpu_threads must be from 1 to {MAX_CPU_THREADS}, not {self.cpu_threads}")
 
 
 def choose(name: str, value: str, allowed: tuple[str, ...]) -> None:

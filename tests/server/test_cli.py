@@ -48,6 +48,11 @@ def test_version():
         (["--port", "70000"], "70000"),
         (["--host", "256.0.0.1"], "256.0.0.1"),
         (["--host", ""], "--host must not be empty"),
+        (["--cpu-threads", "100000"], "cpu_threads must be from 1 to 1024"),
+        (["--max-requests-per-key", "0"], "--max-requests-per-key must be at least 1"),
+        (["--max-tokens-per-minute-per-key", "0"], "--max-tokens-per-minute-per-key must be at least 1"),
+        (["--allowed-origins", "https://chat.example/"], "--allowed-origins"),
+        (["--allowed-origins", "chat.example"], "--allowed-origins"),
     ],
 )
 def test_an_option_that_cant_be_is_one_line_and_exit_code_2(arguments, named):
