@@ -18,6 +18,8 @@ def main() -> None:
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not what somebody wants ignored
     if is_ours:
         signal.signal(signal.SIGINT, leave)
+    if os.getpid() == 1:  # the first process of a container has no default handlers: a stop while a model loads would go unheard
+        signal.signal(signal.SIGTERM, leave)
     from pagestream.engine import ClientError, StartError
     from pagestream.server.command_line import Abort, UsageError, cli  # takes a second, in which Ctrl-C would be a traceback
 
@@ -50,7 +52,7 @@ def main() -> None:
 def leave(number: int, frame: FrameType | None) -> None:
     """Nothing has begun that would have to be ended."""
     os.write(2, b"pagestream: interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(128 + number)
 
 
 def complain(message: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagestream.engine.attention.base import LayerCache
+from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.core.step_plan import BlockCopy
 from pagestream.kernels.kv_format import page_width
@@ -99,14 +100,18 @@ def populate(pages: Tensor) -> bool:
 
 
 def lazy_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only where they are written; torch.zeros writes them all, and so does calloc in memory once freed."""
+    """Zeros that take memory only where they are written; torch.zeros writes them all, and so does calloc in memory once freed.
+
+    Raises StartError where the system has not even the addresses, as under a limit of a process's memory.
+    """
     num_bytes = math.prod(sizes) * dtype.itemsize
     if not num_bytes:
         return torch.zeros(sizes, dtype=dtype)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes for the KV cache: {error.strerror}") from error
+        size = f"{num_bytes / 2**30:.2f} GiB"
+        raise StartError(f"no {size} for the KV cache: {error.strerror}; a smaller kv_cache_memory or swap_space needs less") from error
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a wish: small pages serve too
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -42,6 +42,7 @@ def build(march: str = "native", defines: tuple[str, ...] = ()) -> Path:
     library = cache_dir() / f"cpu-ops-{cache_key(compiler, flags)}.so"
     if library.exists():
         return library
+    logger.info("compiling the CPU operators for this machine, once")  # half a minute in which nothing else is to be seen
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".partial")
     os.close(handle)

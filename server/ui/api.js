@@ -12,14 +12,23 @@ export class ApiError extends Error {
   }
 }
 
+/** What a browser says of a connection that broke is its own affair, and no help to anybody. */
+async function connected(promise, words) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error instanceof TypeError ? new Error(words) : error;
+  }
+}
+
 /** The response; throws ApiError, in the server's own words, for any status but 2xx. */
 export async function call(path, { body, signal } = {}) {
   const headers = {};
   if (signedInKey()) headers.Authorization = `Bearer ${signedInKey()}`;
   if (body) headers["Content-Type"] = "application/json";
-  const response = await fetch(path, {
+  const response = await connected(fetch(path, {
     method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body), cache: "no-store",
-  });
+  }), "The server can't be reached.");
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
   throw new ApiError(response.status, told?.error?.message ?? `The server answered ${response.status}.`);
@@ -30,7 +39,7 @@ export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await connected(reader.read(), "The connection broke before the end.");
     if (done) return;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();

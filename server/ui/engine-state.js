@@ -20,10 +20,12 @@ export class EngineState {
     this.points = []; // one a second: what the charts show
     this.last = null; // totals and time of the latest point
     this.firsts = []; // how long requests have waited for their first token, since the latest point
+    this.heard = 0; // when the latest event came, in milliseconds of the page's clock
   }
 
   /** Take one event in. */
   apply(event) {
+    this.heard = performance.now();
     if (event.kind === "full") {
       this.blocks.clear();
       this.swap.clear();
@@ -36,6 +38,15 @@ export class EngineState {
     for (const [id, block] of Object.entries(event.blocks ?? {})) if (block?.[2] & COPIED) this.copied.set(Number(id), performance.now());
     mergeMap(this.swap, event.swap ?? {});
     for (const [key, change] of Object.entries(event.requests ?? {})) this.#change(Number(key), change, event.kind === "full");
+    this.#measure();
+  }
+
+  /** Called about once a second: an engine that rests sends nothing, and its last busy second would go on to be shown. */
+  rest() {
+    const passed_s = (performance.now() - this.heard) / 1000;
+    if (!this.last || this.requests.size || passed_s < 1) return;
+    this.heard += passed_s * 1000;
+    this.engine.now_s += passed_s;
     this.#measure();
   }
 

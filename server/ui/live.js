@@ -9,6 +9,7 @@ import { $, colourOf, compact, isDark, make, seconds, whole } from "./parts.js";
 const STATES = { running: "running", swapped: "swapped out", waiting: "waiting", ended: "ended" };
 const ORDER = ["running", "swapped", "waiting"];
 const AGAIN_MS = 2000;
+const REST_MS = 1000;
 
 export class LiveView {
   constructor({ onRefused }) {
@@ -73,21 +74,30 @@ export class LiveView {
 
   async #follow(signal) {
     while (!signal.aborted) {
+      let clock;
       try {
         const response = await call("v1/engine/events", { signal });
         $("live-status").textContent = "";
+        clock = setInterval(() => this.#rest(), REST_MS);
         for await (const event of eventsOf(response)) {
           this.state.apply(event);
           this.redraw();
         }
-        $("live-status").textContent = "The server has ended the view; trying again…";
+        $("live-status").textContent = "The server has ended the view; what is shown is how it was. Trying again…";
       } catch (error) {
         if (signal.aborted) return;
         if (this.onRefused(error)) return this.close();
-        $("live-status").textContent = `No connection (${error.message}); trying again…`;
+        $("live-status").textContent = `${error.message} What is shown is how it was. Trying again…`;
+      } finally {
+        clearInterval(clock);
       }
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }
+  }
+
+  #rest() {
+    this.state.rest();
+    this.redraw();
   }
 
   choose(number) {

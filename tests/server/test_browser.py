@@ -15,7 +15,7 @@ import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs, FinishReason
 from pagestream.server.metrics import Metrics
-from tests.server.conftest import Live, served
+from tests.server.conftest import Live, running, served, served_model
 from tests.tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -285,6 +285,41 @@ def test_the_live_view_shows_the_blocks_as_the_metric_counts_them_and_who_was_sw
     page.focus("#grid")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#block-note").startswith("Block 0:")
+
+
+def test_an_engine_that_rests_is_shown_at_rest(visit: Visit, live: Live):
+    page = visit.page
+    page.goto(live.url + "/#live")
+    page.wait_for_selector("#tiles dd")
+    live.complete(prompt="Hello", max_tokens=300, ignore_eos=True)
+    page.wait_for_function("() => document.querySelector('#tiles div:nth-child(4) dd').textContent !== '0'")
+    page.wait_for_function("() => document.querySelector('#tiles div:nth-child(4) dd').textContent === '0'")
+
+
+def test_who_looks_is_told_that_the_server_has_ended(browser: Any, checkpoint: Path):
+    with served_model(checkpoint) as gone:
+        visit = Visit(browser, gone.url, viewport={"width": 390, "height": 600})
+        page = visit.page
+        page.wait_for_selector("#model option", state="attached")
+        page.goto(gone.url + "/#live")
+        page.wait_for_selector("#tiles dd")
+        assert page.inner_text("#live-status") == ""
+    page.wait_for_function("() => document.getElementById('live-status').textContent.includes(\"can't be reached\")")
+    box = page.locator("#live-status").bounding_box()
+    assert box["y"] < 200, "what is old is said to be old where one looks first"
+    page.goto("about:blank")
+    page.close()
+
+
+def test_a_server_that_is_gone_is_told_in_our_words(browser: Any):
+    with running() as gone:
+        visit = Visit(browser, gone.url)
+        page = visit.page
+        page.wait_for_selector("#model option", state="attached")
+    say(page, "Hello", max_tokens=5)
+    page.wait_for_selector(".exchange .error")
+    assert page.inner_text(".exchange .error") == "The server can't be reached."
+    page.close()
 
 
 def test_nobody_looks_when_the_view_is_left(visit: Visit, live: Live):

@@ -146,6 +146,15 @@ def test_a_start_that_is_interrupted_leaves_one_line(tiny_llama: Path, module: s
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "pagestream: interrupted\n")
 
 
+@pytest.mark.parametrize(("pid", "code"), [(1, 143), (2, -signal.SIGTERM)])
+def test_the_first_process_of_a_container_can_be_stopped_while_it_loads(tiny_llama: Path, pid: int, code: int):
+    """Only there a signal without a handler has no effect; everywhere else the default is kept."""
+    program = f"import os; own = os.getpid(); os.getpid = lambda: {pid}\n" + INTERRUPTED_AT.replace("os.getpid(), signal.SIGINT", "own, signal.SIGTERM")
+    arguments = ["pagestream.engine.factory", "serve", str(tiny_llama), "--port", "0"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+
+
 def test_who_does_not_read_on_gets_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)

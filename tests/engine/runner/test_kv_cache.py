@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.runner.kv_cache import KVCache, lazy_zeros
 
@@ -33,13 +34,14 @@ def test_a_populated_cache_has_memory_and_is_still_zero():
     assert not any(each.any() for each in pages)
 
 
-def test_memory_that_the_system_does_not_have_is_an_error_of_memory():
-    with pytest.raises(MemoryError, match=r"^70368744177664 bytes for the KV cache: Cannot allocate memory$"):
+def test_memory_that_the_system_does_not_have_is_told_with_what_needs_less():
+    with pytest.raises(StartError, match=r"^no 65536.00 GiB for the KV cache: Cannot allocate memory; a smaller kv_cache_memory "):
         lazy_zeros((1 << 46,), torch.int8)
 
 
 PROGRAM = """
 import threading, torch
+from pagestream.engine.core.errors import StartError
 from pagestream.engine.core.model_shape import ModelShape
 from pagestream.engine.runner.kv_cache import KVCache
 
