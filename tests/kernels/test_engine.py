@@ -109,23 +109,35 @@ def test_tokens_equal_plain_torch(llama, monkeypatch):
 
 
 CHANGED = [
-    SamplingParams(temperature=0, max_tokens=3, constraint=Constraint("regex", "[a-e]{2,9}"), logprobs=4),
-    SamplingParams(temperature=1.5, seed=1, max_tokens=3, constraint=Constraint("regex", "[0-9 ]{4,9}"), frequency_penalty=1.5),
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, repetition_penalty=1.8, presence_penalty=1.0, logit_bias={50: 4.0}),
     SamplingParams(temperature=0.9, seed=2, max_tokens=3, ignore_eos=True, typical_p=0.6, frequency_penalty=0.8),
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, bad_word_ids=((50,), (51, 52)), bad_words=("x", "y"), logit_bias={50: 9.0}),
     SamplingParams(temperature=0.8, seed=3, max_tokens=3, ignore_eos=True, n=2, presence_penalty=0.9, logprobs=1),
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
 ]
+CONSTRAINED = [
+    SamplingParams(temperature=0, max_tokens=3, constraint=Constraint("regex", "[a-e]{2,9}"), logprobs=4),
+    SamplingParams(temperature=1.5, seed=1, max_tokens=3, constraint=Constraint("regex", "[0-9 ]{4,9}"), frequency_penalty=1.5),
+]
 
 
-def test_tokens_of_changed_rows_equal_those_of_the_processors_together_and_alone(llama, monkeypatch):
-    """Constraints, penalties, biases, bad words and logprobs beside a plain row, and beside a row that lists can't say."""
-    ours, theirs = triton(llama, max_num_batched_tokens=64), plain(llama, monkeypatch, max_num_batched_tokens=64)
-    prompts = [prompt[:6] for prompt in (*PROMPTS, PROMPTS[0][::-1])]
-    want = answers(theirs, prompts, CHANGED)
-    assert answers(ours, prompts, CHANGED) == want
-    assert answers(ours, prompts[2:3], CHANGED[2]) == want[2:3]
+def check_together_and_alone(path: Path, monkeypatch: pytest.MonkeyPatch, params: list[SamplingParams]) -> None:
+    """All prompts in one step, then decodes of all of them; the first again by itself."""
+    ours, theirs = triton(path, max_num_batched_tokens=64), plain(path, monkeypatch, max_num_batched_tokens=64)
+    prompts = [prompt[:6] for prompt in PROMPTS[: len(params)]]
+    want = answers(theirs, prompts, params)
+    assert answers(ours, prompts, params) == want
+    assert answers(ours, prompts[:1], params[0]) == want[:1]
+
+
+def test_tokens_of_changed_rows_equal_those_of_the_processors(llama, monkeypatch):
+    """Penalties, biases, bad words and logprobs beside a plain row, and beside a row that lists can't say."""
+    check_together_and_alone(llama, monkeypatch, CHANGED)
+
+
+def test_tokens_of_constrained_rows_equal_those_of_the_processors(llama, monkeypatch):
+    pytest.importorskip("llguidance")
+    check_together_and_alone(llama, monkeypatch, [*CONSTRAINED, *CHANGED[:1], CHANGED[-1]])
 
 
 def test_logprobs_are_near_those_of_plain_torch(llama, monkeypatch):
