@@ -13,7 +13,7 @@ from pagestream.kernels.static_analysis import TARGETS, StaticFigures, figures_o
 
 KERNELS = {
     "_plan_kernel", "_paged_attention_kernel", "_paged_prefill_kernel", "_rms_norm_kernel", "_swiglu_kernel",
-    "_reshape_and_cache_kernel", "_copy_blocks_kernel", "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel",
+    "_reshape_and_cache_kernel", "_copy_blocks_kernel", "_scores_kernel", "_draw_kernel", "_quant_matmul_kernel", "_unpack_kernel",
 }  # fmt: skip
 
 
