@@ -11,7 +11,7 @@ DIGEST_BYTES = 16
 
 def root_hash(cache_salt: str) -> bytes:
     """The chain's start.  Whatever changes the meaning of equal tokens (a tenant's salt) is an extra key in here."""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
 def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:

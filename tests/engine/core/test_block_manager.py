@@ -232,6 +232,7 @@ def test_salts_keep_tenants_apart():
     assert num_cached(manager, [5] * 9, "one") == 2
     assert num_cached(manager, [5] * 9, "two") == 0
     assert num_cached(manager, [5] * 9) == 0
+    assert num_cached(manager, [5] * 9, "\ud800") == 0  # half a surrogate pair: any text is a salt
 
 
 def test_the_last_holder_of_a_shared_block_writes_in_place():
