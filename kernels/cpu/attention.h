@@ -73,7 +73,7 @@ private:
         const auto& runs = scratch_.runs;
         const long count = (long)runs.size() - 1;
         float* states = scratch_.states.template reserve<float>(pool_.size() * (MAX_RUN + 1) * state_size_);
-        OwnFirst owners(count, pool_.size(), OwnFirst::IN_TURNS);
+        OwnFirst owners(count, pool_, OwnFirst::IN_TURNS);
         pool_.run(count, [&](long, int thread) {
             const long chunk = owners.take(thread);
             const auto state_of = [&](long i) { return Softmax(states + (thread * (MAX_RUN + 1) + i) * state_size_); };

@@ -29,13 +29,14 @@ struct DecoderLayer {
 struct Together {
     Pool& pool;
 
-    // Short steps stay on one thread: waking the others costs more than a few rows.
+    // Short steps stay on one thread: waking the others costs more than a few rows.  And who has claimed a chunk, at the cost of a
+    // row or two, keeps it to its end.
     template <class F>
     void each(Span rows, const F& f) {
-        constexpr long PER_CHUNK = 4;
-        pool.run(ceil_div(rows.last - rows.first, PER_CHUNK), [&](long chunk, int) {
-            const long first = rows.first + chunk * PER_CHUNK;
-            for (long row = first; row < std::min(rows.last, first + PER_CHUNK); ++row) f(row);
+        const long count = rows.last - rows.first, per_chunk = std::max(4L, ceil_div(count, pool.size()));
+        pool.run(ceil_div(count, per_chunk), [&](long chunk, int) {
+            const long first = rows.first + chunk * per_chunk;
+            for (long row = first; row < std::min(rows.last, first + per_chunk); ++row) f(row);
         });
     }
     template <class Finish>
@@ -111,7 +112,7 @@ private:
             return;
         }
         const long per_chunk = std::min(MOST, round_up(ceil_div(tokens, pool.size()), TILE)), chunks = ceil_div(tokens, per_chunk);
-        OwnFirst owners(chunks, pool.size(), OwnFirst::IN_TURNS);
+        OwnFirst owners(chunks, pool, OwnFirst::IN_TURNS);
         pool.run(chunks, [&](long, int thread) {
             const long chunk = owners.take(thread);
             Alone one{pool.scratch(thread)};

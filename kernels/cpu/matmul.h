@@ -91,7 +91,7 @@ void matmul_by_thread(Pool& pool, const Linear& w, const Rows& x, long m, const 
     constexpr long CHUNK_ROWS = 256;
     const long row_chunks = ceil_div(m, CHUNK_ROWS), share = w.panels * row_chunks / (pool.size() * (m > ROW_BLOCK ? 4 : 8));
     const long panel_chunks = ceil_div(w.panels, std::max(1L, share));
-    OwnFirst owners(row_chunks * panel_chunks, pool.size(), OwnFirst::SIDE_BY_SIDE);  // one stream of weights for each
+    OwnFirst owners(row_chunks * panel_chunks, pool, OwnFirst::SIDE_BY_SIDE);  // one stream of weights for each
     pool.run(pool.size(), [&](long, int thread) {
         std::optional<RowsProduct> product;
         long product_row = -1;

@@ -29,7 +29,7 @@ class Pool {
 public:
     static constexpr long MAX_CHUNKS = (1 << 20) - 1;
 
-    explicit Pool(int threads) : scratch_(threads > 0 ? threads : 1) {
+    explicit Pool(int threads) : scratch_(threads > 0 ? threads : 1), taken_(scratch_.size()) {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
     }
     ~Pool() {
@@ -80,6 +80,11 @@ public:
     }
 
 private:
+    friend class OwnFirst;
+    struct alignas(64) Taken {  // a line each: who counts his own chunks must not wait for the others
+        std::atomic<long> count{0};
+    };
+
     // region (24 bits) | chunks (20) | next chunk (20).  All in one word: a thread that comes late cannot mix two regions.
     static long count(uint64_t ticket) { return (long)((ticket >> 20) & 0xfffff); }
     static long next(uint64_t ticket) { return (long)(ticket & 0xfffff); }
@@ -121,6 +126,7 @@ private:
     }
 
     std::vector<Memory> scratch_;
+    std::vector<Taken> taken_;  // of the loop in hand
     std::vector<std::thread> workers_;
     std::mutex in_use_, mutex_;
     std::condition_variable wake_;
@@ -138,13 +144,16 @@ class OwnFirst {
 public:
     enum Order { SIDE_BY_SIDE, IN_TURNS };  // a thread's chunks follow each other, or the threads' chunks alternate
 
-    OwnFirst(long chunks, int threads, Order order) : chunks_(chunks), threads_(threads), order_(order), taken_(threads) {}
+    // For one loop, begun after this and before the next of these.
+    OwnFirst(long chunks, Pool& pool, Order order) : chunks_(chunks), threads_(pool.size()), order_(order), taken_(pool.taken_) {
+        for (auto& taken : taken_) taken.count.store(0, std::memory_order_relaxed);
+    }
 
     // Negative when none is left.
     long take(int thread) {
         for (int i = 0; i < threads_; ++i) {
             const int owner = (thread + i) % threads_;
-            const long next = taken_[owner]++, chunk = order_ == IN_TURNS ? next * threads_ + owner : first_of(owner) + next;
+            const long next = taken_[owner].count++, chunk = order_ == IN_TURNS ? next * threads_ + owner : first_of(owner) + next;
             if (chunk < (order_ == IN_TURNS ? chunks_ : first_of(owner + 1))) return chunk;
         }
         return -1;
@@ -156,7 +165,7 @@ private:
     long chunks_;
     int threads_;
     Order order_;
-    std::vector<std::atomic<long>> taken_;
+    std::vector<Pool::Taken>& taken_;
 };
 
 }  // namespace ps
