@@ -72,7 +72,8 @@ class StepShares:
         """Share half of what the decodes left among those who lack more than one token, shortest first.
 
         The first in line is returned instead: the other half is its own, and whatever nobody else takes.  So a short prompt
-        passes a long one, and the long one still moves in every step.  Where others wait to be taken in (`num_coming`), half of
+        passes a long one, and the long one still moves in every step.  Those of about one length, a factor of two at most, keep
+        their order: who came first would gain nothing by being passed.  Where others wait to be taken in (`num_coming`), half of
         the others' half is left to them: once inside, they too are served shortest first.
         """
         if not lacking:
@@ -80,7 +81,7 @@ class StepShares:
         oldest, *others = lacking
         num_reserved = -(-self._plan.num_tokens_left // 2)
         num_left = num_reserved + ((self._plan.num_tokens_left - num_reserved) // 2 if num_coming else 0)
-        for group, sequence in sorted(others, key=lambda pair: pair[1].num_uncomputed_tokens):
+        for group, sequence in sorted(others, key=lambda pair: pair[1].num_uncomputed_tokens.bit_length()):
             self.place(group, sequence, self._plan.num_tokens_left - num_left)
         return FirstInLine(*oldest, num_reserved)
 

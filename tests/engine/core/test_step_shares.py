@@ -24,6 +24,17 @@ def test_a_short_prompt_passes_a_long_one_and_the_long_one_still_moves():
     assert all(later - earlier >= 8 for earlier, later in zip(done, done[1:], strict=False))
 
 
+def test_prompts_of_about_one_length_keep_their_order():
+    run = FakeRun(make_scheduler(400, budget=16))
+    for name, num_tokens in (("first", 200), ("earlier", 60), ("later", 50), ("short", 9)):
+        run.add(make_request(name, [num_tokens] * num_tokens, 40))
+    answered: list[str] = []
+    while len(answered) < 4:
+        run.step()
+        answered += [name for name, text in run.texts.items() if text and name not in answered]
+    assert answered == ["short", "earlier", "later", "first"]
+
+
 def test_the_first_in_line_gets_half_of_the_step_however_many_others_are_computed_and_come_in():
     scheduler = make_scheduler(400, budget=16)
     run = FakeRun(scheduler)
