@@ -41,6 +41,19 @@ async def whole(stream):
     return fold([output async for output in stream]).outputs[0].token_ids
 
 
+async def lose_the_device(engine, stream):
+    """With a second request, so that there is nobody to blame; the first one's stream is told."""
+
+    def broken(plan):
+        raise RuntimeError("the device is lost")
+
+    engine._engine.executor.execute = broken
+    engine._engine.add_request("second", "the lazy", LONG)
+    with pytest.raises(EngineDead):
+        async for _ in stream:
+            pass
+
+
 async def until_idle(engine):
     while engine._engine.has_unfinished_requests() or engine._added or engine._aborted:
         await asyncio.sleep(0.005)
@@ -219,15 +232,7 @@ async def test_the_end_of_the_loop_ends_every_stream(tiny_llama):
     async with running(tiny_llama) as engine:
         (stream,) = await engine.add_requests("runs", ["the"], LONG)
         await anext(stream)
-
-        def broken(plan):
-            raise RuntimeError("the device is lost")
-
-        engine._engine.executor.execute = broken
-        engine._engine.add_request("second", "the lazy", LONG)
-        with pytest.raises(EngineDead):
-            async for _ in stream:
-                pass
+        await lose_the_device(engine, stream)
         assert engine.is_dead
         with pytest.raises(EngineDead):
             await engine.add_requests("late", ["the"], GREEDY)
@@ -241,15 +246,7 @@ async def test_a_full_queue_is_known_before_a_request_is_and_a_dead_engine_has_n
         await engine.add_requests("waits", ["the"], LONG)
         with pytest.raises(Overloaded):
             engine.refuse_while_full()
-
-        def broken(plan):
-            raise RuntimeError("the device is lost")
-
-        engine._engine.executor.execute = broken
-        engine._engine.add_request("second", "the lazy", LONG)
-        with pytest.raises(EngineDead):
-            async for _ in stream:
-                pass
+        await lose_the_device(engine, stream)
         engine.refuse_while_full()
 
 
