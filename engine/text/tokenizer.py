@@ -97,6 +97,7 @@ class Tokenizer:
         self._bytes_of: dict[int, bytes] = {}  # filled as tokens are met; entries never change
         self.pieces = backend.pieces
         self._neighbour = [] if self.pieces is not None else backend.encode("a", False)[-1:]  # any token that has a text
+        self._neighbour_text = backend.decode(self._neighbour, False)
         self.vocab_size = backend.vocab_size
         self.special_ids = backend.special_ids
         self.special_tokens = dict(special_tokens)  # bos_token, eos_token, … -> how they are written
@@ -149,7 +150,7 @@ class Tokenizer:
         if self.pieces is not None:
             return self.pieces.token_bytes(token)
         # Behind another token: at the start of a text many decoders drop the space that a token brings.
-        before = self._backend.decode(self._neighbour, False)
+        before = self._neighbour_text
         both = self._backend.decode([*self._neighbour, token_id], False)
         added = both.removeprefix(before) if both.startswith(before) else self._backend.decode([token_id], False)
         return added.encode(errors="replace")
