@@ -108,6 +108,11 @@ class WatchedSend:
         self._look()
         return self
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time was what ended it."""
+        return self._limit.expired()
+
     async def __aexit__(self, *raised: Any) -> None:
         self._timer.cancel()
         await self._limit.__aexit__(*raised)
@@ -151,10 +156,13 @@ class EventStream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Not in the generator alone: one that never started runs no `finally`.
+        watched = WatchedSend(send, self._slow_reader_timeout_s)
         try:
-            async with WatchedSend(send, self._slow_reader_timeout_s) as watched:
+            async with watched:
                 await super().__call__(scope, receive, watched)
         except TimeoutError:
+            if not watched.is_over:
+                raise
             log.info("a reader has taken nothing for %g s and is cut off", self._slow_reader_timeout_s)
         finally:
             self.release()
