@@ -11,9 +11,11 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -47,10 +49,10 @@ def build(march: str = "native", defines: tuple[str, ...] = ()) -> Path:
     handle, partial = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".partial")
     os.close(handle)
     try:
-        command = [compiler, *flags, str(SOURCE_DIR / "ops.cpp"), "-o", partial]
+        command = [*compiler, *flags, str(SOURCE_DIR / "ops.cpp"), "-o", partial]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise BuildFailed(f"{compiler} exited with {done.returncode}: {done.stderr[-2000:]}")
+            raise BuildFailed(f"{shlex.join(compiler)} exited with {done.returncode}: {done.stderr[-2000:]}")
         os.replace(partial, library)
     finally:
         Path(partial).unlink(missing_ok=True)
@@ -69,11 +71,23 @@ def load(march: str = "native", defines: tuple[str, ...] = ()) -> ctypes.CDLL:
     return load(march, (*defines, "PS_NO_AMX"))
 
 
-def find_compiler() -> str:
-    """The compiler named by CXX, else the first of the usual names.  Raises BuildFailed."""
-    for name in filter(None, (os.environ.get("CXX"), *COMPILERS)):
+def find_compiler() -> list[str]:
+    """The command that CXX holds, a launcher or options of its own included, else the first of the usual names.
+
+    Raises BuildFailed, also where CXX names no program: another compiler than the one asked for is not taken in its place.
+    """
+    asked = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(asked)
+    except ValueError as error:
+        raise BuildFailed(f"CXX is {asked!r}, which is no command: {error}") from error
+    if words:
+        if path := shutil.which(words[0]):
+            return [path, *words[1:]]
+        raise BuildFailed(f"CXX is {asked!r}, and there is no program {words[0]}; unset it, or name a C++ compiler")
+    for name in COMPILERS:
         if path := shutil.which(name):
-            return path
+            return [path]
     raise BuildFailed("no C++ compiler found; set CXX or install g++")
 
 
@@ -82,13 +96,13 @@ def cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "pagestream"
 
 
-def cache_key(compiler: str, flags: tuple[str, ...]) -> str:
+def cache_key(compiler: Sequence[str], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCE_DIR.iterdir()):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    for part in (compiler.encode(), version, "\0".join(flags).encode(), cpu_features().encode()):
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    for part in ("\0".join(compiler).encode(), version, "\0".join(flags).encode(), cpu_features().encode()):
         digest.update(part + b"\0")
     return digest.hexdigest()[:20]
 

@@ -31,7 +31,8 @@ def test_two_processes_may_build_at_once_and_a_third_compiles_nothing(empty_cach
 
 
 def test_variants_of_a_build_are_kept_apart():
-    assert build.cache_key("c++", ("-O3",)) != build.cache_key("c++", ("-O3", "-DPS_NO_AMX"))
+    assert build.cache_key(["c++"], ("-O3",)) != build.cache_key(["c++"], ("-O3", "-DPS_NO_AMX"))
+    assert build.cache_key(["c++"], ("-O3",)) != build.cache_key(["c++", "-m64"], ("-O3",))
 
 
 def test_without_a_compiler_there_are_no_ops(empty_cache, monkeypatch, caplog):
@@ -39,6 +40,24 @@ def test_without_a_compiler_there_are_no_ops(empty_cache, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert load_ops() is None
     assert "no C++ compiler found" in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["/nope", "nowhere g++", "g++ 'cut off"])
+def test_a_compiler_asked_for_that_is_none_is_not_replaced_by_another(empty_cache, monkeypatch, caplog, asked):
+    monkeypatch.setenv("CXX", asked)
+    with caplog.at_level(logging.WARNING):
+        assert load_ops() is None
+    assert "CXX is" in caplog.text
+    assert not empty_cache.exists()
+
+
+def test_a_compiler_may_come_with_a_launcher_and_options(monkeypatch):
+    (usual,) = build.find_compiler()
+    env = build.shutil.which("env")
+    monkeypatch.setenv("CXX", f"env {usual} -m64")
+    assert build.find_compiler() == [env, usual, "-m64"]
+    monkeypatch.setenv("CXX", " ")
+    assert build.find_compiler() == [usual]
 
 
 def test_refusal_of_the_compiler_is_told(empty_cache, monkeypatch, caplog):
