@@ -81,17 +81,24 @@ def find_model(config: ModelConfig) -> ModelFiles:
         raise StartError(f"load_format gguf does not fit {model}: it is a folder, give the path of the .gguf file")
     if not is_gguf and not (model / "config.json").is_file():
         raise StartError(f"model folder {model} has no config.json; give a Hugging Face checkpoint or a .gguf file")
+    if config.load_format == "safetensors" and not any(model.glob("*.safetensors")):
+        raise StartError(f"load_format safetensors does not fit {model}: it has no .safetensors files")
     tokenizer = model
-    if config.tokenizer is not None:
-        tokenizer = find_files(config.tokenizer, "tokenizer", config.tokenizer_revision, weights=False)
+    if config.tokenizer is not None or config.tokenizer_revision is not None:
+        tokenizer = find_files(config.tokenizer or config.model, "tokenizer", config.tokenizer_revision, weights=False)
+    if config.tokenizer_mode == "slow" and tokenizer.is_file():
+        raise StartError(f"tokenizer_mode slow does not fit {tokenizer}: a GGUF file's vocabulary has only the fast form")
     return ModelFiles(folder=None if is_gguf else model, gguf=model if is_gguf else None, tokenizer=tokenizer)
 
 
 def find_files(name: str, what: str, revision: str | None, *, weights: bool) -> Path:
     """The folder or GGUF file that `name` means; `what` is the option that named it."""
+    path = Path(name).expanduser()
+    if revision is not None and (name in PACKAGED_MODELS or path.exists()):
+        option = "revision" if what == "model" else f"{what}_revision"
+        raise StartError(f"{option} {revision} does not fit {what} {name}: only repositories of the hub have revisions; leave it out")
     if name in PACKAGED_MODELS:
         return packaged_file(PACKAGED_MODELS[name])
-    path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_file():

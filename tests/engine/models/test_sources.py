@@ -46,6 +46,39 @@ def test_a_load_format_that_does_not_fit(checkpoints: dict[str, Path], smollm2_p
     refused(ModelConfig(model=str(smollm2_path), load_format="safetensors"), "load_format safetensors does not fit")
 
 
+def test_safetensors_are_not_replaced_by_pickled_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    for file in checkpoints["llama"].iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    refused(ModelConfig(model=str(tmp_path), load_format="safetensors"), "has no .safetensors files")
+    assert open_checkpoint(ModelConfig(model=str(tmp_path))).source is None
+
+
+def test_revisions_are_of_the_hub(checkpoints: dict[str, Path], smollm2_path: Path) -> None:
+    for model in (str(checkpoints["llama"]), str(smollm2_path), "smollm2"):
+        refused(ModelConfig(model=model, revision="v1"), "revision v1 does not fit model")
+        refused(ModelConfig(model=model, tokenizer_revision="v2"), "tokenizer_revision v2 does not fit tokenizer")
+        refused(ModelConfig(model=model, tokenizer=str(checkpoints["opt"]), tokenizer_revision="v2"), "tokenizer_revision v2")
+
+
+def test_a_models_own_tokenizer_may_be_of_another_revision(monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]) -> None:
+    asked = []
+
+    def hub_folder(name: str, what: str, revision: str | None, *, weights: bool) -> Path:
+        asked.append((name, what, revision, weights))
+        return checkpoints["llama"]
+
+    monkeypatch.setattr(sources, "hub_folder", hub_folder)
+    find_model(ModelConfig(model="someone/some-model", revision="v1", tokenizer_revision="v2"))
+    assert asked == [("someone/some-model", "model", "v1", True), ("someone/some-model", "tokenizer", "v2", False)]
+
+
+def test_a_gguf_files_tokenizer_has_no_slow_form(smollm2_path: Path, checkpoints: dict[str, Path]) -> None:
+    refused(ModelConfig(model=str(smollm2_path), tokenizer_mode="slow"), "tokenizer_mode slow does not fit")
+    find_model(ModelConfig(model=str(smollm2_path), tokenizer=str(checkpoints["llama"]), tokenizer_mode="slow"))
+
+
 def test_a_tokenizer_of_its_own(checkpoints: dict[str, Path]) -> None:
     files = find_model(ModelConfig(model=str(checkpoints["llama"]), tokenizer=str(checkpoints["opt"])))
     assert files.tokenizer == checkpoints["opt"]
