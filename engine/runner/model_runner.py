@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from pagestream.engine.core.step_plan import NOT_FINITE, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.models.base import CausalLM
 from pagestream.engine.runner.batch import Batch, build_batch
 from pagestream.engine.runner.fault_injection import FaultInjector
@@ -24,6 +25,21 @@ if TYPE_CHECKING:  # it needs Triton, which is not everywhere
     from pagestream.engine.runner.cuda_graphs import DecodeGraphs
 
 SCORED_ROWS_AT_ONCE = 64  # a row of logits is large, and a long prompt has thousands
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """A step's prompt logprobs: a sequence is in one of the two."""
+
+    entries: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by seq_id
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def add(self, seq_id: int, entries: tuple[TokenLogprobs, ...]) -> None:
+        # One logit that is no number leaves its whole row without any.
+        if any(math.isnan(entry.logprob) for entry in entries):
+            self.failed[seq_id] = NOT_FINITE
+        else:
+            self.entries[seq_id] = entries
 
 
 class ModelRunner:
@@ -72,14 +88,15 @@ class ModelRunner:
         hidden = self._model.forward(batch.input_ids, self._cache.layers, batch.metadata)
         scored = self._score_prompts(batch, hidden)
         sums = pooled_sums(hidden, batch.pooled)
+        failed = sums.failed | scored.failed
         if not batch.sampling:
             timer.stop()
-            return StepResult(plan.step_id, {}, scored, failed=sums.failed, pooled=sums.pooled, forward_s=timer.seconds())
+            return StepResult(plan.step_id, {}, scored.entries, failed=failed, pooled=sums.pooled, forward_s=timer.seconds())
         if len(batch.sampling) < len(hidden):
             hidden = hidden.index_select(0, batch.sampling_rows)  # indexing would wake threads of torch, which then wait busily
         drawn = self._draw(hidden, batch.sampling, timer)
-        failed = drawn.failed | sums.failed
-        return StepResult(plan.step_id, drawn.sampled, scored, drawn.candidates, failed, sums.pooled, timer.seconds())
+        failed |= drawn.failed
+        return StepResult(plan.step_id, drawn.sampled, scored.entries, drawn.candidates, failed, sums.pooled, timer.seconds())
 
     def _draw(self, hidden: torch.Tensor, rows: Sequence[ScheduledSequence], timer: ForwardTimer) -> Drawn:
         if self._best_tokens is not None:
@@ -118,8 +135,8 @@ class ModelRunner:
             if self._injector is not None:
                 self._injector.retire(seq_id)
 
-    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
-        scored: dict[int, tuple[TokenLogprobs, ...]] = {}
+    def _score_prompts(self, batch: Batch, hidden: torch.Tensor) -> PromptScores:
+        scored = PromptScores()
         for row, first in batch.scored:
             num_top = self._sampler.params(row.seq_id).prompt_logprobs or 0
             entries: tuple[TokenLogprobs, ...] = ()
@@ -127,5 +144,5 @@ class ModelRunner:
                 token_ids = row.scored_token_ids[start : start + SCORED_ROWS_AT_ONCE]
                 rows = hidden[first + start : first + start + len(token_ids)]
                 entries += prompt_logprobs(self._model.logits(rows), token_ids, num_top)
-            scored[row.seq_id] = entries
+            scored.add(row.seq_id, entries)
         return scored

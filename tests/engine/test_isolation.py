@@ -2,14 +2,26 @@
 
 import itertools
 import logging
+import math
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pagestream.engine import EngineArgs, Fault, LLMEngine, SamplingParams, output_processor
 from pagestream.engine.core.errors import EngineDead
-from pagestream.engine.core.step_plan import Sample, SampledTokens, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from pagestream.engine.core.step_plan import (
+    NOT_FINITE,
+    Sample,
+    SampledTokens,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.isolation import PROBE_SEQ_ID, execute_isolated
 
@@ -98,6 +110,32 @@ def test_other_errors_are_not_answered_with_smaller_chunks():
     result = execute_isolated(SmallExecutor(5, ValueError), plan_of(9, 3))
     assert result.failed == {1: "ValueError: too large"}
     assert list(result.sampled) == [2]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("budget", [8, 64])
+def test_prompt_logprobs_that_are_no_numbers_are_never_sent(tiny_llama, tmp_path, budget, max_tokens):
+    poison = 50
+    folder = shutil.copytree(tiny_llama, tmp_path / "spoilt")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][poison] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model=str(folder), num_kv_blocks=32, max_num_batched_tokens=budget, max_num_seqs=4, cpu_threads=1)
+    )
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=1)
+    engine.add_request("spoilt", [*range(60, 90), poison, *range(90, 110)], params)
+    engine.add_request("other", list(range(60, 90)), params)
+    ends, scores = {}, defaultdict(list)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            scores[output.request_id] += output.prompt_logprobs or ()
+            if output.finished:
+                ends[output.request_id] = output.error
+    assert ends == {"spoilt": NOT_FINITE, "other": None}
+    assert len(scores["other"]) == 30
+    assert all(math.isfinite(score.logprob) for found in scores.values() for score in found if score is not None)
+    assert engine.stats().num_used_blocks == 0
 
 
 def test_a_request_that_alone_runs_out_fails_and_the_others_keep_their_tokens(tiny_llama):
