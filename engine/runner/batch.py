@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pagestream.engine.attention.base import AttentionMetadata
 from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan
-from pagestream.kernels.transfer import HostLink
+from pagestream.kernels.transfer import Array, HostLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,34 @@ class Batch:
     pooled: tuple[tuple[int, slice], ...]  # embeddings: the seq_id, and the rows of its tokens that belong to it
 
 
-def build_batch(plan: StepPlan, block_size: int, link: HostLink) -> Batch:
+class TableRows:
+    """Block tables as arrays.  In most steps a sequence has the very tuple of the step before, and its array is kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[int, ...], Array]] = {}  # of the last step, by seq_id
+
+    def fill(self, tables: Array, rows: Sequence[ScheduledSequence]) -> None:
+        """tables: [at least len(rows), width] int32, where each row's table is put as far as it reaches."""
+        last, self._known = self._known, {}
+        width = tables.shape[1]
+        for index, row in enumerate(rows):
+            known = last.get(row.seq_id)
+            if known is None or known[0] is not row.block_table:
+                known = row.block_table, np.array(row.block_table, np.int32)
+            self._known[row.seq_id] = known
+            num_blocks = min(len(row.block_table), width)
+            tables[index, :num_blocks] = known[1][:num_blocks]
+
+
+def build_batch(plan: StepPlan, block_size: int, link: HostLink, table_rows: TableRows) -> Batch:
     """Flatten the scheduled sequences in their order.  The plan must have at least one."""
     scheduled = plan.scheduled
     num_rows = len(scheduled)
     num_new = [len(row.token_ids) for row in scheduled]
     starts = [row.start for row in scheduled]
     width = max(len(row.block_table) for row in scheduled)
-    tables = np.array([row.block_table + (0,) * (width - len(row.block_table)) for row in scheduled], np.int32)
+    tables = np.zeros((num_rows, width), np.int32)
+    table_rows.fill(tables, scheduled)
     if max(num_new) == 1:
         token_ids = [row.token_ids[0] for row in scheduled]
         slots_of_rows = [row.block_table[row.start // block_size] * block_size + row.start % block_size for row in scheduled]

@@ -20,6 +20,7 @@ from pagestream.engine.attention.base import AttentionMetadata
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan
 from pagestream.engine.models.base import CausalLM
+from pagestream.engine.runner.batch import TableRows
 from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.engine.sampling.choosing import Choice, ScoredRow
 from pagestream.engine.sampling.kernel_chooser import KernelChooser, draws_of, table_arrays
@@ -101,6 +102,7 @@ class DecodeGraphs:
         self._sizes = batch_sizes(max_num_seqs)
         self._max_blocks = -(-max_context_len // block_size)
         self._max_context_len = self._max_blocks * block_size
+        self._table_rows = TableRows()
         self._device = device
         self._maker = maker or CudaGraphMaker()
         self._graphs: dict[int, DecodeGraph] = {}
@@ -143,9 +145,7 @@ class DecodeGraphs:
         num_real = len(rows)
         positions = np.fromiter((row.start for row in rows), np.int64, num_real)
         tables = np.zeros((num_rows, self._max_blocks), np.int32)
-        for index, row in enumerate(rows):
-            num_blocks = row.start // self._block_size + 1
-            tables[index, :num_blocks] = row.block_table[:num_blocks]
+        self._table_rows.fill(tables, rows)
         slots = np.full(num_rows, -1, np.int64)
         offset = positions % self._block_size
         slots[:num_real] = tables[np.arange(num_real), positions // self._block_size] * np.int64(self._block_size) + offset

@@ -11,7 +11,7 @@ import torch
 
 from pagestream.engine.core.step_plan import NOT_FINITE, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from pagestream.engine.models.base import CausalLM
-from pagestream.engine.runner.batch import Batch, build_batch
+from pagestream.engine.runner.batch import Batch, TableRows, build_batch
 from pagestream.engine.runner.fault_injection import FaultInjector
 from pagestream.engine.runner.forward_timer import ForwardTimer
 from pagestream.engine.runner.kv_cache import KVCache
@@ -65,6 +65,7 @@ class ModelRunner:
         self._cache = cache
         self._sampler = sampler
         self._block_size = block_size
+        self._table_rows = TableRows()
         self._device = device
         self._link = link
         self._injector = injector
@@ -84,7 +85,7 @@ class ModelRunner:
             return self._replay(self._graphs, plan, timer)
         if self._injector is not None:
             self._injector.strike("forward", plan.scheduled)
-        batch = build_batch(plan, self._block_size, self._link)
+        batch = build_batch(plan, self._block_size, self._link, self._table_rows)
         hidden = self._model.forward(batch.input_ids, self._cache.layers, batch.metadata)
         scored = self._score_prompts(batch, hidden)
         sums = pooled_sums(hidden, batch.pooled)

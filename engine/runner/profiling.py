@@ -10,7 +10,7 @@ import torch
 from pagestream.engine.core.preemption import PreemptionCosts
 from pagestream.engine.core.step_plan import BlockCopy, ScheduledSequence, StepPlan
 from pagestream.engine.models.base import CausalLM
-from pagestream.engine.runner.batch import build_batch
+from pagestream.engine.runner.batch import TableRows, build_batch
 from pagestream.engine.runner.executor import Executor
 from pagestream.engine.runner.kv_cache import KVCache
 from pagestream.kernels.transfer import HostLink, PinnedLink
@@ -104,7 +104,7 @@ def measure_activations(model: CausalLM, num_tokens: int, num_rows: int, block_s
         )
         for number, start in enumerate(starts)
     )
-    batch = build_batch(StepPlan(0, scheduled=rows), block_size, PinnedLink(device))
+    batch = build_batch(StepPlan(0, scheduled=rows), block_size, PinnedLink(device), TableRows())
     # What this step launches is compiled by many threads at once; launch by launch it would be compiled one after another.
     compile_side_by_side(lambda: model.logits(model.forward(batch.input_ids, cache.layers, batch.metadata)[:num_rows]))
     torch.cuda.synchronize(device)
