@@ -11,7 +11,7 @@ from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
 from pagestream.server.conversation import ChatRequest
 from pagestream.server.fields import Count, Flag, Real, Several, Text, Whole, WireModel, joined
-from pagestream.server.tools.wire import MAX_TOOLS, NAME
+from pagestream.server.tools.wire import MAX_TOOLS, NAME, ObjectSchema
 
 
 class Block(WireModel):
@@ -81,7 +81,7 @@ class MessagesTool(Block):
     type: Literal["custom"] | None = None
     name: Text = Field(pattern=NAME)
     description: Text | None = None
-    input_schema: dict[str, Any] = Field(description="A JSON Schema of an object.")
+    input_schema: ObjectSchema = Field(description="A JSON Schema of an object.")
     strict: Flag | None = Field(None, description="The input fits the schema also where the model chooses the tool by itself.")
 
     def as_chat(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
 from pagestream.server.conversation import ChatRequest
 from pagestream.server.fields import Count, Flag, ModelRequest, Real, Several, Text, WireModel, at_most, joined
-from pagestream.server.tools.wire import MAX_TOOLS, NAME
+from pagestream.server.tools.wire import MAX_TOOLS, NAME, ObjectSchema
 
 
 class ContentPart(WireModel):
@@ -113,7 +113,7 @@ class FunctionTool(WireModel):
     type: Literal["function"]
     name: Text = Field(pattern=NAME)
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ObjectSchema | None = None
     strict: Flag | None = None
 
     def as_chat(self) -> dict[str, Any]:

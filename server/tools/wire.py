@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.body import check_structure
@@ -15,15 +15,32 @@ NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 MAX_TOOLS = 128
 
 
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def check_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments have names."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError("the schema of a function's parameters must be of type object")
+    return schema
+
+
+ObjectSchema = Annotated[dict[str, Any], AfterValidator(check_object)]
+
+
 class Function(WireModel):
     name: Text = Field(pattern=NAME)
     description: Text | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON Schema of an object.")
+    parameters: ObjectSchema | None = Field(
+        None, description="A JSON Schema of an object; without it the function takes no arguments."
+    )
     strict: Flag | None = Field(None, description="Arguments fit the schema also where the model chooses the tool by itself.")
 
     @property
     def schema_(self) -> dict[str, Any]:
-        return {"type": "object"} if self.parameters is None else self.parameters
+        """Of an object also where the parameters' own leaves open what it is of: whoever reads arguments takes no others."""
+        return NO_ARGUMENTS if self.parameters is None else {**self.parameters, "type": "object"}
 
 
 class Tool(WireModel):

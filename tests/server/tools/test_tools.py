@@ -89,6 +89,27 @@ def test_several_answers_each_call(live: Live):
             jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"properties": {"city": {"enum": ["Rome", "Oslo"]}}, "additionalProperties": False},
+        {"type": ["null", "object"], "maxProperties": 0},
+        {"anyOf": [{"type": "integer"}, {"type": "object", "maxProperties": 0}]},
+    ],
+)
+def test_arguments_are_an_object_whatever_their_schema_leaves_open(live: Live, parameters):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for seed in range(4):
+        body = live.chat("Hello", tools=tools, tool_choice="required", parallel_tool_calls=False, **SAMPLED | {"seed": seed}).json()
+        text = body["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+        if body["choices"][0]["finish_reason"] == "tool_calls":
+            jsonschema.validate(json.loads(text), {**(parameters or {}), "type": "object"})
+        assert text.startswith("{")
+        assert parameters is not None or text == "{}"  # what has no parameters is called without arguments
+
+
 def test_calls_and_their_results_come_back_in_a_conversation(live: Live):
     first = live.chat("Hello", tools=TOOLS, tool_choice=NAMED, **SAMPLED).json()["choices"][0]["message"]
     messages = [
@@ -133,11 +154,13 @@ def test_tools_that_the_template_does_not_show_are_described_in_the_prompt(live:
         ({"tools": TOOLS, "structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nonsense"}}}}}],
                 "tool_choice": "required",
             },
             "tools",
         ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null"]}}}]}, "tools[0].function.parameters"),
     ],
 )
 def test_what_makes_no_sense_is_refused(live: Live, fields, param):
