@@ -32,7 +32,7 @@ MAY_BE_INFINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{200}")
 
 KINDS = {
     "string_type": "a string", "int_type": "an integer", "float_type": "a number", "bool_type": "a boolean", "list_type": "an array",
-    "dict_type": "an object", "model_type": "an object",
+    "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object", "none_required": "null",
 }  # fmt: skip
 
 Wire = TypeVar("Wire", bound=WireModel)
@@ -164,7 +164,11 @@ def as_refusal(error: ValidationError, wire: type[WireModel], fields: dict[str, 
         name = str(fault["loc"][-1])
         hint = hint_at(name, wire) if len(fault["loc"]) == 1 else ""
         return InvalidRequest(f"unknown field {name[:64]!r}{hint}", param=param, code="unknown_parameter")
-    if fault["type"] == "missing":
+    if fault["type"] == "union_tag_not_found":
+        if not isinstance(fault["input"], dict):
+            return InvalidRequest(f"{param} must be an object, not {shown(fault['input'])}", param=param)
+        param += ".type"
+    if fault["type"] in ("missing", "union_tag_not_found"):
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
     if fault["type"] == "value_error":
         refusal = fault["ctx"]["error"]
@@ -212,9 +216,12 @@ def likely_name(name: str, known: Collection[str]) -> str | None:
 def likeliest(error: ValidationError, fields: dict[str, Any]) -> tuple[ErrorDetails, Location, list[str]]:
     """The fault to tell, where it is, and, where it is one of kind, the kinds that are taken there."""
     told = [(fault, steps_within(fields, fault)) for fault in error.errors(include_url=False)]
-    # A misspelt field first: it is likelier the cause of the other faults than their company.
+    # A misspelt field first: it is likelier the cause of the other faults than their company.  But what is of a type that isn't taken
+    # may well have fields of its own.
+    types = {steps[:-1]: (fault, steps) for fault, steps in told if fault["type"] == "literal_error" and steps[-1:] == ("type",)}
     for fault, steps in told:
         if fault["type"] == "extra_forbidden" and len(steps) == len(fault["loc"]):
+            fault, steps = types.get(steps[:-1], (fault, steps))
             return fault, steps, []
     # What may be of several kinds has a fault for each of them: the kind that was meant is the one that fits furthest.
     _, first = told[0]

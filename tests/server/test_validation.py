@@ -164,6 +164,26 @@ def test_an_unknown_field_is_reported_with_what_is_meant_by_it_or_nothing(live: 
         (COMPLETIONS, {"prompt": "a", "cache_salt": "a" * 257}, "cache_salt must hold at most 256 characters, not 257"),
         ("/v1/responses", {"input": ""}, "input must not be empty"),
         ("/v1/responses", {"input": 5}, "input must be a string or an array, not 5"),
+        ("/v1/responses", {"input": [5]}, "input[0] must be an object, not 5"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [5]}], "max_tokens": 1}, "messages[0].content[0] must be an object, not 5"),
+        (
+            "/v1/messages", {"messages": [{"role": "user", "content": [{"text": "a"}]}], "max_tokens": 1},
+            "messages[0].content[0].type is required",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {}}]}, "messages[0].audio must be null, not an object"),
+        # A kind that isn't served has fields of its own, which are no misspellings.
+        (
+            CHAT, {"messages": TURN, "tools": [{"type": "custom", "custom": {"name": "f"}}]},
+            "tools[0].type must be 'function', not \"custom\"",
+        ),
+        (
+            "/v1/responses", {"input": "a", "tools": [{"type": "mcp", "server_label": "a"}]},
+            "tools[0].type must be 'function', not \"mcp\"",
+        ),
+        (
+            CHAT, {"messages": TURN, "response_format": {"type": "regex", "pattern": "a"}},
+            "response_format.type must be 'text', 'json_object' or 'json_schema', not \"regex\"",
+        ),
         (
             "/v1/messages", {"messages": TURN, "max_tokens": 1, "tools": [{"name": "f f", "input_schema": {}}]},
             'tools[0].name must match ^[a-zA-Z0-9_.\\-]{1,64}$, which "f f" does not',
