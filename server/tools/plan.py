@@ -33,6 +33,7 @@ class ReplyPlan:
     is_forced: bool  # the answer is calls and nothing else
     may_reason: bool
     template_shows_tools: bool
+    template_shows_calls: bool
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -40,15 +41,23 @@ class ReplyPlan:
 
     def prompt_arguments(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`messages` and, where the template shows them itself, `tools`; else a first message describes them."""
+        shown = list(messages) if self.template_shows_calls else [self.with_calls_in_text(message) for message in messages]
         if not self.tools:
-            return {"messages": list(messages)}
+            return {"messages": shown}
         if self.template_shows_tools:
-            return {"messages": list(messages), "tools": [tool.as_template_input() for tool in self.tools]}
+            return {"messages": shown, "tools": [tool.as_template_input() for tool in self.tools]}
         told = instructions(self.syntax, self.tools)
-        first, *rest = messages
+        first, *rest = shown
         if first["role"] == "system":
             return {"messages": [{**first, "content": f"{first['content']}\n\n{told}"}, *rest]}
-        return {"messages": [{"role": "system", "content": told}, *messages]}
+        return {"messages": [{"role": "system", "content": told}, *shown]}
+
+    def with_calls_in_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        """For a template that would leave its calls out: the model saw itself call nothing, and results of nothing."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        return {**message, "content": message["content"] + self.syntax.written([call["function"] for call in calls])}
 
     def reader(self, prompt: str) -> ReplyReader:
         """For one answer to this prompt."""
@@ -93,6 +102,7 @@ def plan_reply(
         is_forced=bool(callable_tools) and (choice == "required" or isinstance(choice, NamedTool)),
         may_reason=may_reason and constraint is None,
         template_shows_tools="tools" in (template or ""),
+        template_shows_calls="tool_calls" in (template or ""),
     )
 
 

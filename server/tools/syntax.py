@@ -55,6 +55,12 @@ class CallSyntax:
     def closing_text(self) -> str:
         return "\n" + self.closing if self.closing else ""
 
+    def written(self, calls: Sequence[dict[str, Any]]) -> str:
+        """Calls, as templates take them, in the words of a model that makes them."""
+        called = [json.dumps({"name": call["name"], self.arguments_key: call["arguments"]}, ensure_ascii=False) for call in calls]
+        opening = self.opening if self.first else ""
+        return opening + self.first + self.separator.join(self.opening_text + call + self.closing_text for call in called) + self.last
+
     def forced(self, tools: Sequence[Tool], is_parallel: bool) -> Constraint:
         """The language of answers that are calls of these tools and nothing else."""
         return Constraint("lark", f"start: calls\n{self.calls_rule(is_parallel)}{self.call_rules(tools)}", "tools")

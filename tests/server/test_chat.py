@@ -133,4 +133,6 @@ def test_all_roles_and_what_clients_send_back_are_taken(live: Live):
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "5", "tool_call_id": "1"},
     ]
-    assert prompt_size(live, messages) == len("<system>be brief\n<user>a\n<assistant>b\n<assistant>\n<tool>5\n<assistant>")
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'  # in the content, as the template shows no calls
+    shown = f"<system>be brief\n<user>a\n<assistant>b\n<assistant>{call}\n<tool>5\n<assistant>"
+    assert prompt_size(live, messages) == len(shown)

@@ -15,6 +15,8 @@ from pagestream.engine import AsyncLLMEngine, EngineArgs
 from pagestream.server.metrics import Metrics
 from pagestream.server.responses import ChatCompletion, ChatCompletionChunk
 from pagestream.server.tools.plan import Parsers
+from pagestream.server.tools.reply import CallReader, ReplyReader, as_message
+from pagestream.server.tools.syntax import SYNTAXES
 from tests.server.conftest import Live, events_of, refusal_of, running, served
 from tests.tiny_models import make_checkpoint, make_tokenizer
 
@@ -120,6 +122,29 @@ def test_calls_and_their_results_come_back_in_a_conversation(live: Live):
     answer = live.post("/v1/chat/completions", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=4)
     assert answer.status_code == 200, answer.text
     assert "tool_calls" not in answer.json()["choices"][0]["message"]
+
+
+def test_calls_are_in_the_prompt_also_where_the_template_shows_none(live: Live):
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "get_weather", "arguments": json.dumps({"city": name, "days": 1})}}
+        for name in ("Rome", "Oslo")
+    ]
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Let me see.\n", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "Rome", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "Oslo", "content": "Grey."},
+    ]
+    tokens = live.post("/tokenize", messages=messages).json()["tokens"]
+    prompt = live.post("/detokenize", tokens=tokens).json()["prompt"]
+    turn = prompt.partition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
+    content, rest = turn[: len("Let me see.\n")], turn[len("Let me see.\n") :]
+    assert content == "Let me see.\n"
+    # As the model would have written it: what reads answers finds the same calls in it.
+    reader = ReplyReader(None, CallReader(SYNTAXES[live.app.state.server.settings.parsers.tool_calls], {"get_weather"}))
+    found = as_message(reader.push(rest) + reader.finish())
+    assert found["content"] is None
+    assert [call["function"] for call in found["tool_calls"]] == [call["function"] for call in calls]
 
 
 def test_the_official_client_reads_calls(live: Live):
