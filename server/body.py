@@ -69,6 +69,8 @@ def parse(raw: bytes, wire: type[Wire]) -> Wire:
     fields = parse_object(raw)
     for name in [name for name in fields if name in wire.unsupported]:
         value = fields.pop(name)
+        if isinstance(value, dict):
+            value = {key: inner for key, inner in value.items() if inner is not None}
         if value is not None and value not in wire.unsupported[name]:
             hint = f"; {wire.elsewhere[name]} takes it" if name in wire.elsewhere else ""
             raise InvalidRequest(f"{name} is not supported yet{hint}", param=name, code="unsupported_parameter")

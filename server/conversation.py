@@ -56,6 +56,7 @@ class Message(WireModel):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = Field(None, description="The content as the official client's parse() has read it.")
 
     @model_validator(mode="after")
     def check_content(self) -> Self:
@@ -119,7 +120,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def check_pairs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_completion_tokens")

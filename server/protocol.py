@@ -153,7 +153,7 @@ SHARED_PARAMS = (
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    unsupported = {"suffix": ()} | UNSUPPORTED_GUIDED
+    unsupported = {"suffix": ("",)} | UNSUPPORTED_GUIDED
     elsewhere = GUIDED | {"messages": "/v1/chat/completions", "tools": "/v1/chat/completions", "input": "/v1/responses"}
     model_config = ConfigDict(
         json_schema_extra={"example": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16}}

@@ -51,7 +51,7 @@ class ResponseAnswer(ShapedAnswer):
         usage = self.usage()
         told = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},  # none is charged for
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],

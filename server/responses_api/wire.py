@@ -148,6 +148,9 @@ class TextOptions(WireModel):
     verbosity: Literal["medium"] | None = None
 
 
+OF_CHAT = dict.fromkeys(ChatRequest.model_fields.keys() - {"max_tokens", "max_completion_tokens"}, "/v1/chat/completions")
+
+
 class ResponsesRequest(ModelRequest):
     """POST /v1/responses."""
 
@@ -165,13 +168,14 @@ class ResponsesRequest(ModelRequest):
         "prompt": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "reasoning": ({},),
+        "reasoning": ({}, {"effort": "none"}),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "stream_options": ({},),
+        "stream_options": ({}, {"include_obfuscation": False}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
+    elsewhere: ClassVar[dict[str, str]] = OF_CHAT | {"messages": "input", "response_format": "text.format"}
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": "Name a fruit.", "max_output_tokens": 32}})
 
     input: Text | Several[Item] = Field(min_length=1)

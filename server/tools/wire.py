@@ -66,6 +66,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class CalledFunction(WireModel):
     name: Text
     arguments: Text = Field(description="JSON, as text.")
+    parsed_arguments: Any = Field(None, description="The same, as the official client's parse() has read them.")
 
     def as_template_input(self) -> dict[str, Any]:
         """Templates write arguments as JSON by themselves; what is no JSON object stays the text it is."""

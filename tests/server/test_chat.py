@@ -124,8 +124,9 @@ def test_all_roles_and_what_clients_send_back_are_taken(live: Live):
         "audio": None,
         "function_call": None,
         "tool_calls": None,
+        "parsed": {"a": 1},  # as the official client's parse() leaves it there
     }
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}]
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": "a", "name": "me"},

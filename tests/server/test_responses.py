@@ -10,6 +10,8 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from openai.types.responses import Response
+from pydantic import TypeAdapter
 
 from pagestream.server.responses_api.shapes import ResponseObject
 from pagestream.server.responses_api.wire import ResponsesRequest
@@ -36,7 +38,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def both_ways(live: Live, **fields: Any) -> Any:
     """The client's response; the stream's last event holds the same output."""
     asked: dict[str, Any] = {"model": "m", "temperature": 0, **fields}
-    ResponseObject.model_validate(live.client.post("/v1/responses", json=asked).json())
+    body = live.client.post("/v1/responses", json=asked).json()
+    ResponseObject.model_validate(body)
+    TypeAdapter(Response).validate_python(body)  # the client itself lets anything pass
     with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
         whole = client.responses.create(**asked)
         events = list(client.responses.create(**asked, stream=True))
@@ -132,6 +136,21 @@ def test_what_the_assistant_thought_said_and_called_is_one_turn():
 def test_refusals_name_the_field(live: Live, fields, param):
     error = refusal_of(live.client.post("/v1/responses", json={"model": "m", "input": "a"} | fields))
     assert error["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": {"effort": None}},
+        {"reasoning": {"effort": "none", "summary": None}},
+        {"include": []},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"truncation": "disabled", "background": False, "store": False, "service_tier": "auto", "top_logprobs": 0},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(live: Live, fields):
+    response = live.client.post("/v1/responses", json={"model": "m", "input": "a", "max_output_tokens": 1} | fields)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -141,6 +141,9 @@ def test_a_misspelt_field_is_reported_with_its_likeliest_name(live: Live, kind, 
         (CHAT, "prompt", f"{COMPLETIONS} takes it"),
         ("/v1/messages", "stop", "did you mean 'stop_sequences'?"),
         ("/v1/responses", "max_tokens", "did you mean 'max_output_tokens'?"),
+        ("/v1/responses", "messages", "input takes it"),
+        ("/v1/responses", "response_format", "text.format takes it"),
+        ("/v1/responses", "top_k", f"{CHAT} takes it"),
         (COMPLETIONS, "system", ""),  # is spelt much like stream, and means something else
         (COMPLETIONS, "cache_control", ""),
     ],
@@ -247,6 +250,7 @@ def test_what_asks_for_nothing_is_taken(live: Live):
         "modalities": ["text"],
         "service_tier": "auto",
         "prompt_cache_key": "a session",
+        "top_logprobs": 0,
     }
     assert (
         live.chat(
@@ -256,7 +260,7 @@ def test_what_asks_for_nothing_is_taken(live: Live):
     )
     assert (
         live.complete(
-            prompt="a", max_tokens=1, suffix=None, best_of=None, echo=None, logprobs=None, stream_options=None, user=None
+            prompt="a", max_tokens=1, suffix="", best_of=None, echo=None, logprobs=None, stream_options=None, user=None
         ).status_code
         == 200
     )
