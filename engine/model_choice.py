@@ -20,7 +20,7 @@ from pagestream.engine.models.checkpoint import Checkpoint
 from pagestream.engine.models.cpu_decoder import CpuDecoder
 from pagestream.engine.models.cpu_linear import CpuLinearMaker, hold_packed
 from pagestream.engine.models.decoder import TorchDecoder
-from pagestream.engine.models.decoder_config import decoder_spec, max_positions, with_defaults
+from pagestream.engine.models.decoder_config import decoder_spec
 from pagestream.engine.models.linear import LinearMakers
 from pagestream.engine.models.linear_blocks import HEAD_BITS, BlocksMaker, HoldBlocks, Quantise, hold_unpacked
 from pagestream.engine.models.loader import load_decoder
@@ -92,7 +92,6 @@ class ModelChoice:
     def _of_transformers(self, checkpoint: Checkpoint) -> CausalLM:
         from pagestream.engine.models.hf import load_transformers
 
-        longest = self._config.model.max_model_len or max_positions(with_defaults(checkpoint.config))
         model = load_transformers(
             checkpoint,
             self._config.model,
@@ -102,7 +101,8 @@ class ModelChoice:
             kv_dtype=self._kv_dtype,
             linears=self._linear_makers(checkpoint),
         )
-        # Its head size is only known now.
+        # Its head size is only known now, and its length: their configs have many names for it.
+        longest = self._config.model.max_model_len or model.shape.max_model_len
         model.attention = self._attention(longest, takes_pages=self._takes_pages(model.kv_dtype, model.shape.head_size))
         return model
 

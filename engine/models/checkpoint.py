@@ -43,9 +43,8 @@ class Checkpoint:
         """Whether `load_decoder` loads it; all others are for engine.models.hf."""
         return self.source is not None
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return eos_token_ids(self.config, self.generation)
+    def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
+        return eos_token_ids(self.config, self.generation, vocab_size)
 
 
 def open_checkpoint(config: ModelConfig) -> Checkpoint:
@@ -87,6 +86,10 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
 def open_weights(folder: Path, model_config: dict[str, Any], config: ModelConfig) -> TensorSource | None:
     """None for what the lean decoder does not compute, or can't read because it is pickled."""
     if not is_decoder(model_config):
+        if config.load_format != "dummy" and any(folder.glob("*.safetensors")):
+            source = SafetensorsSource(folder)
+            with source.opened:
+                source.check_weights()
         return None
     if config.load_format == "dummy":
         return DummySource(model_config, config.seed or 0)

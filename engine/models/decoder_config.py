@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pagestream.engine.core.errors import StartError
 from pagestream.engine.models.base import DecoderSpec
-from pagestream.engine.models.rotary import rope_parameters, rotary_spec
+from pagestream.engine.models.rotary import number, rope_parameters, rope_table, rotary_spec
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {  # by model_type, for configs that do not name their class
     "llama": "LlamaForCausalLM",
@@ -55,7 +58,8 @@ def is_decoder(config: Mapping[str, Any]) -> bool:
     """Whether the lean decoder computes this model; what it does not know is left to transformers."""
     if architecture(config) not in ABSENT_KEYS or config.get("mlp_bias"):
         return False
-    return config.get("hidden_act", "silu") in ACTIVATIONS
+    activation = config.get("hidden_act", "silu")
+    return isinstance(activation, str) and activation in ACTIVATIONS
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None) -> Decode
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         vocab_size=positive(config, "vocab_size"),
-        rms_norm_eps=float(config["rms_norm_eps"]),
+        rms_norm_eps=small(config, "rms_norm_eps"),
         rotary=rotary,
         attention_scale=head_size**-0.5,
         windows=layer_windows(config, num_layers, served),
@@ -104,37 +108,58 @@ def weight_layout(config: Mapping[str, Any]) -> WeightLayout:
 
 def layer_windows(config: Mapping[str, Any], num_layers: int, served_positions: int) -> tuple[int | None, ...]:
     """One per layer; a window that is never left is no window."""
-    window = config.get("sliding_window")
     name = architecture(config)
-    if name == "LlamaForCausalLM" or (name in PER_LAYER_CHOICE and not config.get("use_sliding_window")):
-        window = None
-    if window is None or window >= served_positions:
+    has_none = name == "LlamaForCausalLM" or (name in PER_LAYER_CHOICE and not config.get("use_sliding_window"))
+    if has_none or config.get("sliding_window") is None:
+        return (None,) * num_layers
+    window = positive(config, "sliding_window")
+    if window >= served_positions:
         return (None,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", 28) if name in PER_LAYER_CHOICE else 0
         kinds = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * max(0, num_layers - first)
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise StartError(f"config.json has layer_types that are not supported: {', '.join(sorted(set(kinds)))}")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise StartError(f"config.json needs layer_types as a list of {num_layers}, one for each layer")
+    if unknown := {str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}:
+        raise StartError(f"config.json has layer_types that are not supported: {', '.join(sorted(unknown))}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
     """The model's own limit of prompt and answer together."""
     positions = positive(config, "max_position_embeddings", 2048)
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-    if scaling.get("rope_type", scaling.get("type")) == "yarn" and original and factor:
+    scaling = rope_table(config)
+    keys = ("original_max_position_embeddings", "factor")
+    if scaling.get("rope_type", scaling.get("type")) == "yarn" and all(map(scaling.get, keys)):
+        original, factor = (number(scaling, key, 1.0) for key in keys)
         positions = max(positions, int(original * factor))
     return positions
 
 
-def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json knows better than config.json, which was often not adapted to the chat model."""
+def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """generation_config.json knows better than config.json, which was often not adapted to the chat model.
+
+    Ids outside the vocabulary, which no answer can end with, are left out.  Raises StartError for what is no token id.
+    """
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
-    return frozenset([eos] if isinstance(eos, int) else eos or [])
+    token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token_id) is not int for token_id in token_ids):
+        raise StartError(f"the model's eos_token_id must be a token id or a list of them, not {eos!r}"[:200])
+    outside = sorted(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    if outside:
+        logger.warning("eos_token_id %s is outside the vocabulary of %d tokens: no answer ends with it", outside, vocab_size)
+    return frozenset(token_ids) - frozenset(outside)
+
+
+def small(config: Mapping[str, Any], key: str) -> float:
+    """A number from 0 to 1."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise StartError(f"the model's config needs {key} as a number from 0 to 1, not {value!r}"[:200])
+    return float(value)
 
 
 def positive(config: Mapping[str, Any], key: str, default: int | None = None, *, limit: int = 1 << 31) -> int:
@@ -142,5 +167,5 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None, *,
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-        raise StartError(f"the model's config needs {key} as a whole number from 1 to {limit}, not {value!r}")
+        raise StartError(f"the model's config needs {key} as a whole number from 1 to {limit}, not {value!r}"[:200])
     return value

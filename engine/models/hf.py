@@ -25,10 +25,11 @@ from pagestream.engine.models.base import as_logits
 from pagestream.engine.models.checkpoint import Checkpoint
 from pagestream.engine.models.decoder_config import architecture
 from pagestream.engine.models.hf_attention import NUM_PROBE_TOKENS, PAGED, AttentionShape, Step, probe, register, run_with
-from pagestream.engine.models.hf_refusals import LOADING_ERRORS, check_config, check_linears, first_line, max_positions, refusal
+from pagestream.engine.models.hf_refusals import check_config, check_linears, first_line, max_positions, refusal
 from pagestream.engine.models.hf_rows import RowIndependent, linear_weight, replace_linears
 from pagestream.engine.models.linear import FixedRowsLinear, LinearMakers
 from pagestream.engine.models.linear_blocks import BYTES_OF_KIND, HEAD_BITS, KIND_OF_BITS
+from pagestream.engine.models.tensor_source import expect_shape
 
 
 class Tap(nn.Module):
@@ -144,7 +145,7 @@ def load_transformers(
         num_layers=text_config.num_hidden_layers,
         num_kv_heads=found.attention.num_kv_heads,
         head_size=found.attention.head_size,
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=checkpoint.eos_token_ids(found.vocab_size),
         num_parameters=num_parameters,
         weight_bytes=round(sum(count * BYTES_OF_KIND.get(kind, dtype.itemsize) for kind, count in num_held.items())),
         weights_held_as=tuple(num_held.most_common()),
@@ -160,7 +161,7 @@ def read_config(checkpoint: Checkpoint, config: ModelConfig, name: str) -> Any:
         return AutoConfig.from_pretrained(
             str(checkpoint.files.folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-    except LOADING_ERRORS as error:
+    except Exception as error:  # anything may come out of a model's own code
         hint = "" if config.trust_remote_code else "; a model with code of its own needs --trust-remote-code"
         raise StartError(f"architecture {name} is not supported: {first_line(error)}{hint}") from error
 
@@ -190,15 +191,19 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, model_config: Any, n
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed or 0)
                 return AutoModelForCausalLM.from_config(model_config, **options)
+        # Sizes that differ are reported, not raised: so the report below names the tensor.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.files.folder), config=model_config, local_files_only=True, output_loading_info=True, **options
+            str(checkpoint.files.folder), config=model_config, local_files_only=True, **options
         )
-    except LOADING_ERRORS as error:
+    except Exception as error:  # anything may come out of a model's own code
         raise StartError(f"could not load {name} from {checkpoint.files.folder}: {first_line(error)}") from error
     model, report = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(map(str, report.get(problem) or ())):  # transformers would go on with random weights
-            raise StartError(f"the checkpoint in {checkpoint.files.folder} has {problem.replace('_', ' ')}: {', '.join(keys[:3])}")
+    # With either, transformers would go on with random weights.
+    if keys := sorted(map(str, report.get("missing_keys") or ())):
+        raise StartError(f"the checkpoint in {checkpoint.files.folder} has no tensor {', '.join(keys[:3])}")
+    for key, stored, expected in sorted(report.get("mismatched_keys") or ()):
+        expect_shape(key, tuple(stored), tuple(expected), checkpoint.files.model)
     return model
 
 
@@ -242,6 +247,6 @@ def probe_model(model: Any, tap: Tap, name: str, *, num_layers: int, num_positio
             vocab_size = head_logits(model, tap, hidden[-1]).shape[-1]
     except StartError as error:
         raise refusal(name, str(error)) from error
-    except (*LOADING_ERRORS, IndexError) as error:
+    except Exception as error:
         raise refusal(name, f"it does not run with attention over pages ({type(error).__name__}: {first_line(error)})") from error
     return Probed(attention=found, vocab_size=vocab_size)

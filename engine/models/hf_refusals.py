@@ -13,8 +13,6 @@ from pagestream.engine.core.errors import StartError
 from pagestream.engine.models.hf_rows import linear_weight
 from pagestream.engine.models.linear_blocks import GROUP
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
-
 
 def check_config(model_config: Any, name: str, config: ModelConfig) -> None:
     """Refuse what can be told from the config alone."""
@@ -50,7 +48,7 @@ def check_linears(model_config: Any, name: str, config: ModelConfig) -> None:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    except LOADING_ERRORS as error:
+    except Exception as error:  # anything may come out of a model's own code
         raise refusal(name, f"with quantization {config.quantization} its modules can't be looked at ({first_line(error)})") from error
     for path, module in model.named_modules():
         matrices = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
@@ -71,5 +69,6 @@ def refusal(name: str, why: str) -> StartError:
 
 
 def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """And the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])[:300]

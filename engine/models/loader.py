@@ -60,7 +60,7 @@ def load_decoder(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
-            eos_token_ids=checkpoint.eos_token_ids,
+            eos_token_ids=checkpoint.eos_token_ids(spec.vocab_size),
             num_parameters=sum(builder.num_held.values()),
             weight_bytes=sum(builder.num_held.values()) * dtype.itemsize,
             weights_held_as=tuple(builder.num_held.most_common()),

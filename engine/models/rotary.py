@@ -28,7 +28,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises StartError if the layers differ in their tables.
     """
-    table = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    table = rope_table(config)
     nested = [value for value in table.values() if isinstance(value, Mapping)]
     if nested:
         if any(value != nested[0] for value in nested):
@@ -46,26 +46,43 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
+def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As config.json has it, under either key; raises StartError where that is no table."""
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(table, Mapping):
+        raise StartError(f"the model's config needs rope_parameters as a table, not {table!r}"[:200])
+    return dict(table)
+
+
 def rotary_spec(table: Mapping[str, Any], *, head_size: int, max_positions: int, served_positions: int) -> RotarySpec:
     """max_positions is the model's own limit, served_positions what the operator wants of it.
 
     Raises StartError for an unknown scaling, and for one whose parameters are missing or no numbers.
     """
     rope_type = table["rope_type"]
-    if rope_type not in SCALINGS:
+    if not isinstance(rope_type, str) or rope_type not in SCALINGS:
         raise StartError(f"rotary scaling {rope_type!r} is not supported (there are {', '.join(sorted(SCALINGS))})")
-    rotary_dim = int(head_size * (table.get("partial_rotary_factor") or 1.0))
+    rotary_dim = int(head_size * number(table, "partial_rotary_factor", 1.0))
     if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise StartError(f"a rotary embedding of {rotary_dim} of {head_size} dimensions is not supported")
-    base = float(table.get("rope_theta") or DEFAULT_BASE)
+    base = number(table, "rope_theta", DEFAULT_BASE)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     try:
         inv_freq, attention_factor = SCALINGS[rope_type](table, base, exponents, max_positions, served_positions)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise StartError(f"rotary scaling {rope_type!r} has unusable parameters: {error!r}") from error
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise StartError(f"rotary scaling {rope_type!r} has unusable parameters: {error!r}"[:200]) from error
+    if not bool(inv_freq.isfinite().all()) or not math.isfinite(attention_factor):
+        raise StartError(f"rotary scaling {rope_type!r} has unusable parameters: they give angles that are no numbers")
     if factors := table.get("freq_factors"):  # GGUF files hold Llama 3's scaling ready-made
         inv_freq = inv_freq / per_frequency(factors, inv_freq)
     return RotarySpec(inv_freq=inv_freq, rotary_dim=rotary_dim, attention_factor=attention_factor)
+
+
+def number(table: Mapping[str, Any], key: str, default: float) -> float:
+    value = table.get(key) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise StartError(f"the model's rotary embedding needs {key} as a positive number, not {value!r}"[:200])
+    return float(value)
 
 
 def per_frequency(factors: Sequence[float], inv_freq: Tensor) -> Tensor:

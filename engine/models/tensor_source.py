@@ -74,17 +74,23 @@ class SafetensorsSource:
             raise StartError(f"{self.folder} holds {name} as {stored}: quantised checkpoints are not supported")
         return FLOATS[stored]
 
+    def check_weights(self) -> None:
+        """Raises StartError for a weight that is no float: whoever else reads the files might take its codes for numbers."""
+        for name in self.file_of:
+            if name.endswith("weight"):  # integers under other names are masks and positions
+                self.dtype(name)
+
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.file_of:
             raise StartError(f"the checkpoint in {self.folder} has no tensor {name}")
         self.dtype(name)
-        expect_shape(name, tuple(self.file_of[name].get_slice(name).get_shape()), shape)
+        expect_shape(name, tuple(self.file_of[name].get_slice(name).get_shape()), shape, self.folder)
         return self.file_of[name].get_tensor(name)
 
 
-def expect_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def expect_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...], where: Path) -> None:
     if stored != expected:
-        raise StartError(f"tensor {name} is {list(stored)} in the checkpoint, and its config asks for {list(expected)}")
+        raise StartError(f"tensor {name} is {list(stored)} in {where}, and its config asks for {list(expected)}")
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -171,7 +177,7 @@ class GgufSource:
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if not self.has(name):
             raise StartError(f"{self.file.path} has no tensor {gguf_name(name)}")
-        expect_shape(name, self.file.tensors[gguf_name(name)].shape, shape)
+        expect_shape(name, self.file.tensors[gguf_name(name)].shape, shape, self.file.path)
         tensor = self.file.load(gguf_name(name))
         rows = self.rows(name)
         return tensor if rows is None else tensor[rows]
@@ -181,7 +187,7 @@ class GgufSource:
         stored = self.file.tensors.get(gguf_name(name))
         if stored is None or stored.type.name not in GGUF_KINDS:
             return None
-        expect_shape(name, stored.shape, shape)
+        expect_shape(name, stored.shape, shape, self.file.path)
         raw = self.file.raw(stored.name)
         rows = self.rows(name)
         # By numpy: torch shares such a copy out among threads, which costs ten times the copy where they must wait for a core.

@@ -180,7 +180,7 @@ def load_fast(folder: Path) -> Tokenizer:
         raise StartError(f"{folder / 'tokenizer.json'} can't be read: {error}") from error
     config = read_json(folder / "tokenizer_config.json")
     declared = read_json(folder / "special_tokens_map.json") | {name: value for name, value in config.items() if value is not None}
-    special_tokens = {name: written(declared[name]) for name in SPECIAL_TOKEN_NAMES if declared.get(name) is not None}
+    special_tokens = {name: written(declared[name], name, folder) for name in SPECIAL_TOKEN_NAMES if declared.get(name) is not None}
     return Tokenizer(FastBackend(fast), special_tokens=special_tokens, chat_templates=read_chat_templates(folder, config))
 
 
@@ -190,9 +190,11 @@ def load_through_transformers(folder: Path, *, use_fast: bool, trust_remote_code
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), use_fast=use_fast, trust_remote_code=trust_remote_code)
     except Exception as error:  # anything may come out of a model's own code
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise StartError(f"no tokenizer could be loaded from {folder}: {reason}") from error
     backend: Backend = FastBackend(loaded.backend_tokenizer) if loaded.is_fast else SlowBackend(loaded)
+    if len(backend.special_ids) >= backend.vocab_size:  # transformers makes one up where there are no files
+        raise StartError(f"no tokenizer could be loaded from {folder}: there is no vocabulary in it")
     special_tokens = {name: str(value) for name, value in loaded.special_tokens_map.items() if name in SPECIAL_TOKEN_NAMES}
     templates = loaded.chat_template or {}
     return Tokenizer(
@@ -208,7 +210,10 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, st
     if isinstance(entry, str):
         templates = {"default": entry}
     else:
-        templates = {named["name"]: named["template"] for named in entry}
+        try:
+            templates = {str(named["name"]): str(named["template"]) for named in entry}
+        except (KeyError, TypeError) as error:
+            raise StartError(f"the chat_template of {folder} is neither a text nor a list of named ones") from error
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -221,11 +226,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise StartError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StartError(f"{path} holds no JSON object")
+    return content
 
 
-def written(token: str | Mapping[str, Any]) -> str:
-    """How a special token is written; files have it as text or as an object with the text in it."""
-    return token if isinstance(token, str) else token["content"]
+def written(token: Any, name: str, folder: Path) -> str:
+    """How a special token is written; files have it as text or as an object with the text in it.  Raises StartError for others."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise StartError(f"the tokenizer of {folder} has {str(token)[:40]} as its {name}, which is no text")
+    return text

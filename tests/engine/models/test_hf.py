@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pagestream.engine.attention.base import AttentionBackend
 from pagestream.engine.attention.torch_backend import TorchAttention
-from pagestream.engine.core.config import ModelConfig
+from pagestream.engine.core.config import EngineConfig, ModelConfig
 from pagestream.engine.core.errors import StartError
+from pagestream.engine.model_choice import Kernels, ModelChoice
 from pagestream.engine.models.checkpoint import open_checkpoint
 from pagestream.engine.models.hf import TransformersLM, load_transformers
 from pagestream.engine.models.hf_attention import window_of
@@ -119,6 +124,56 @@ def test_models_that_pages_cannot_serve_are_refused_with_the_reason(tmp_path: Pa
     assert "\n" not in str(refused.value)
 
 
+def spoil(weights: dict[str, Tensor], what: str) -> None:
+    name = "model.decoder.layers.1.fc1.weight"
+    match what:
+        case "missing":
+            del weights[name]
+        case "shape":
+            weights[name] = weights[name][:3].contiguous()
+        case "codes":
+            weights[name] = weights[name].to(torch.int8)
+        case "8 bits":
+            weights[name] = weights[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("missing", "has no tensor model.decoder.layers.1.fc1.weight"),
+        ("shape", r"fc1.weight is \[3, 64\] in .*copy, and its config asks for \[96, 64\]"),
+        ("codes", "fc1.weight as I8: quantised checkpoints are not supported"),
+        ("8 bits", "fc1.weight as F8_E4M3: quantised"),
+    ],
+)
+def test_damaged_weights_are_refused_by_file_and_tensor(checkpoints: dict[str, Path], tmp_path: Path, what: str, reason: str) -> None:
+    folder = Path(shutil.copytree(checkpoints["opt"], tmp_path / "copy"))
+    weights = load_file(folder / "model.safetensors")
+    spoil(weights, what)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartError, match=reason) as refused:
+        hf_model(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1.5}, {"dtype": []}, {"enable_bias": "x"}, {"num_attention_heads": 0}])
+def test_a_config_that_transformers_can_not_read_is_refused_in_one_line(checkpoints: dict[str, Path], tmp_path: Path, changes: Any) -> None:
+    folder = Path(shutil.copytree(checkpoints["opt"], tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(StartError, match="OPTForCausalLM") as refused:
+        hf_model(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_cut_off_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints["opt"], tmp_path / "copy"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(StartError, match="model.safetensors is not a usable safetensors file"):
+        hf_model(folder)
+
+
 def test_a_mask_that_no_layer_uses_refuses_nothing(tmp_path: Path) -> None:
     # Its class makes a mask for layers with a window too, of which this one has none: that mask shows nothing at all.
     config = MORE_CONFIGS["qwen2_moe"] | {"use_sliding_window": False}
@@ -126,6 +181,21 @@ def test_a_mask_that_no_layer_uses_refuses_nothing(tmp_path: Path) -> None:
     model = hf_model(folder)
     assert model.windows == (None, None, None)
     assert_equals_reference(model, folder)
+
+
+def test_attention_is_made_for_the_length_that_the_model_has_by_whatever_name(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    class Choice(ModelChoice):
+        def _attention(self, max_model_len: int, *, takes_pages: bool) -> AttentionBackend:
+            asked.append(max_model_len)
+            return super()._attention(max_model_len, takes_pages=takes_pages)
+
+    folder = make_checkpoint("gpt2", tmp_path, **MORE_CONFIGS["gpt2"] | {"n_positions": 4096})
+    config = EngineConfig(model=ModelConfig(model=str(folder)))
+    model = Choice(config, CPU, Kernels.TORCH).load(open_checkpoint(config.model))
+    assert asked == [4096]
+    assert model.shape.max_model_len == 4096
 
 
 def test_dummy_weights_of_a_transformers_model(tmp_path: Path, checkpoints: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -132,25 +133,61 @@ def test_a_safetensors_file_that_lies_is_refused_without_allocating(copy: Path, 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_size": 128}, "embed_tokens.weight is .* and its config asks for"),
+        ({"hidden_size": 128}, "embed_tokens.weight is .*/copy, and its config asks for"),
         ({"intermediate_size": 1 << 30}, "gate_proj.weight is .* and its config asks for"),
         ({"num_hidden_layers": 4}, "no tensor model.layers.3"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers as a whole number"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' has unusable parameters"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "'linear' has unusable parameters"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, "'linear' has unusable parameters"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 8}}, "factor as a positive number"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, "is not supported"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta as a positive number"),
+        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor as a positive number"),
+        ({"rope_parameters": "x"}, "rope_parameters as a table"),
+        ({"rms_norm_eps": None}, "rms_norm_eps as a number"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps as a number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps as a number"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id must be a token id"),
+        ({"eos_token_id": 1.5}, "eos_token_id must be a token id"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with gptq"),
         ({"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}, None),
     ],
 )
 def test_a_config_that_can_not_be_served_is_refused(copy: Path, changes: dict[str, Any], reason: str | None) -> None:
     change_json(copy / "config.json", **changes)
+    (copy / "generation_config.json").unlink()
     if reason is None:
         assert not open_checkpoint(ModelConfig(model=str(copy))).is_decoder
         return
     with pytest.raises(StartError, match=reason) as error:
         load(copy)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": -1}, "sliding_window as a whole number"),
+        ({"sliding_window": 1.5}, "sliding_window as a whole number"),
+        ({"layer_types": "sliding_attention"}, "layer_types as a list of 3"),
+        ({"layer_types": [1, "full_attention", "chunked_attention"]}, "layer_types that are not supported: 1, chunked_attention"),
+    ],
+)
+def test_windows_that_are_none_are_refused(checkpoints: dict[str, Path], tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    folder = Path(shutil.copytree(checkpoints["qwen2"], tmp_path / "copy"))
+    change_json(folder / "config.json", **changes)
+    with pytest.raises(StartError, match=reason):
+        load(folder)
+
+
+def test_an_end_outside_the_vocabulary_is_none(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change_json(copy / "generation_config.json", eos_token_id=[2, 320, -1])
+    assert load(copy).shape.eos_token_ids == {2}
+    assert "eos_token_id [-1, 320] is outside the vocabulary of 320 tokens" in caplog.text
 
 
 def test_options_that_can_not_be_honoured_are_refused(copy: Path) -> None:

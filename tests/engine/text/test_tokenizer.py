@@ -93,6 +93,31 @@ def test_unreadable_folders_stop_the_start(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_vocabulary_that_transformers_made_up_stops_the_start(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", "architectures": ["OPTForCausalLM"]}))
+    with pytest.raises(StartError, match="there is no vocabulary in it"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ([], "holds no JSON object"),
+        ({"bos_token": 1}, "has 1 as its bos_token, which is no text"),
+        ({"eos_token": {"text": "</s>"}}, "as its eos_token, which is no text"),
+        ({"chat_template": 1.5}, "neither a text nor a list"),
+        ({"chat_template": [{"name": "default"}]}, "neither a text nor a list"),
+        ({"chat_template": {"default": "x"}}, "neither a text nor a list"),
+    ],
+)
+def test_settings_that_are_none_stop_the_start(tiny_llama, tmp_path, settings, reason):
+    (tmp_path / "tokenizer.json").write_bytes((tiny_llama / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(StartError, match=reason) as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
 def test_long_texts_let_other_threads_run(tokenizer):
     """Counted, not timed: this thread must get its turns while the other encodes."""
     text = TEXT * 20_000
