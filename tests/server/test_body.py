@@ -91,7 +91,8 @@ def test_a_body_of_faults_is_looked_through_no_further_than_one_tells(fields):
     assert caught.value.error_count() < 5000
 
 
-def test_a_call_sent_back_may_hold_any_text(live: Live):
+def test_a_call_sent_back_may_hold_any_text(start):
+    live = start({"context": 200_000})
     for arguments in ("[" * 100_000, "{", "[1]", '{"a": 1}'):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         answer = {"role": "assistant", "content": None, "tool_calls": [call]}
