@@ -70,7 +70,7 @@ class AdmissionControl:
         sizes += [request.sampling_params.num_sequences for request in inbox]
         num_queued = num_beyond(sizes + [num_sequences] * num_requests, max_num_seqs)
         if num_queued > self._limits.max_num_reqs:
-            what = f"{num_beyond(sizes, max_num_seqs)} requests are waiting; the queue holds {self._limits.max_num_reqs}"
+            what = f"the queue holds {self._limits.max_num_reqs} waiting requests at most; there are {num_beyond(sizes, max_num_seqs)}"
             self._refuse("queue_full", what, self._retry_after_s(num_requests))
         if self._limits.max_num_tokens is not None and num_queued > 0:
             num_tokens = sum(len(group.request.prompt_token_ids) for group in list(scheduler.waiting))

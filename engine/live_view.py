@@ -52,7 +52,8 @@ class LiveRequest:
     request_id: str
     status: str  # waiting | running | swapped
     arrival_s: float  # on the clock of `EngineView.now_s`
-    max_tokens: int
+    max_tokens: int  # of each answer
+    num_answers: int
     num_prompt_tokens: int
     num_computed_tokens: int  # of the answer that is furthest
     num_output_tokens: int  # of all answers
@@ -197,6 +198,7 @@ def live_request(group: SequenceGroup, tables: tuple[tuple[int, ...], ...]) -> L
         status=group.status.value,
         arrival_s=request.arrival_time_s,
         max_tokens=request.max_tokens,
+        num_answers=request.sampling_params.num_sequences,
         num_prompt_tokens=len(request.prompt_token_ids),
         num_computed_tokens=max([each.num_computed_tokens for each in group.unfinished], default=0),
         num_output_tokens=sum([each.num_output_tokens for each in group.sequences]),

@@ -73,7 +73,7 @@ class KeyLimits:
         """Raises HttpError (429) where a limit is reached."""
         account = self._accounts.setdefault(owner, Account())
         if self._max_running is not None and account.num_running >= self._max_running:
-            raise refusal(f"{account.num_running} requests of this key are running, as many as it may have at a time", 1.0)
+            raise refusal(f"as many requests of this key are running as it may have at a time: {self._max_running}", 1.0)
         now_s = self._clock()
         if self._max_tokens is not None and account.num_tokens(now_s) >= self._max_tokens:
             wait_s = WINDOW_S - (now_s - account.spent[0][0])

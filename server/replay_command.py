@@ -73,5 +73,5 @@ def tell(record: JournalledAnswer, again: Tokens) -> int:
                 print(f"{record.id}: answer {index} of prompt {place} differs {where}")
                 return 1
             num_compared += len(token_ids)
-    print(f"{record.id}: {num_compared} tokens, the bits match")
+    print(f"{record.id}: the bits match; tokens compared: {num_compared}")
     return 0

@@ -46,7 +46,7 @@ class ContextLengthExceeded(ClientError, ValueError):
         asked = f" and max_tokens is {max_tokens}, together {num_tokens + max_tokens}" if max_tokens else ""
         advice = "Shorten it." if num_tokens > limit else "Shorten the prompt or lower max_tokens."
         super().__init__(
-            f"{param} has {num_tokens} tokens{asked}; {limited_by} is {limit} tokens. {advice}",
+            f"{param} has {num_tokens} token{'s' * (num_tokens != 1)}{asked}; {limited_by} is {limit} tokens. {advice}",
             param=param,
             code="context_length_exceeded",
         )

@@ -47,7 +47,8 @@ def run_batch(
         wanted = (request for request in read_requests(input_file) if not answers.has(request.custom_id))
         asyncio.run(batch.run(wanted, concurrency, answered))
     if batch.num_failed:
-        typer.echo(f"{batch.num_failed} requests were refused; their lines have the status and the reason", err=True)
+        failed = "1 request was" if batch.num_failed == 1 else f"{batch.num_failed:,} requests were"
+        typer.echo(f"{failed} refused; the output has the status and the reason", err=True)
         raise typer.Exit(1)
 
 

@@ -1,6 +1,6 @@
 // A beam search as a tree: what its answers begin with together is written once, and parts where they part.
 
-import { make } from "./parts.js";
+import { counted, make } from "./parts.js";
 import { percent, TokenView } from "./tokens.js";
 
 export class BeamTree {
@@ -24,7 +24,7 @@ export class BeamTree {
 
   #tell() {
     const count = this.settled.tokens.length;
-    this.note.textContent = `${this.width} beams are searched; they agree on ${count ? `the first ${count} tokens` : "nothing yet"}.`;
+    this.note.textContent = `${this.width} beams are searched; they agree on ${count ? `the first ${counted(count, "token")}` : "nothing yet"}.`;
   }
 
   /** All answers are there, the best first; unless it ended early, for the reason given. */
@@ -59,7 +59,7 @@ export class BeamTree {
   #leaf(answer) {
     const bar = make("span", { className: "leaf-bar" });
     bar.style.setProperty("--share", answer.share.toFixed(3));
-    const numbers = `${answer.tokens.length} tokens, log-probability ${answer.logprob.toFixed(2).replace("-", "−")}`;
+    const numbers = `${counted(answer.tokens.length, "token")}, log-probability ${answer.logprob.toFixed(2).replace("-", "−")}`;
     const leaf = make("button", { type: "button", className: "leaf" },
       make("span", { className: "rank" }, String(answer.rank + 1)), make("span", {}, numbers), bar, make("span", {}, percent(answer.share)));
     leaf.title = "The share is of the probability of the answers shown. Click to see this answer's way.";

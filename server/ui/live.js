@@ -4,7 +4,7 @@ import { call, eventsOf } from "./api.js";
 import { Chart } from "./charts.js";
 import { EngineState, stepTime } from "./engine-state.js";
 import { BlockGrid } from "./grid.js";
-import { $, colourOf, compact, isDark, make, seconds, whole } from "./parts.js";
+import { $, colourOf, compact, counted, isDark, make, seconds, whole } from "./parts.js";
 
 const STATES = { running: "running", swapped: "swapped out", waiting: "waiting", ended: "ended" };
 const ORDER = ["running", "swapped", "waiting"];
@@ -193,8 +193,8 @@ export class LiveView {
     if (!request) return;
     $("detail-title").textContent = `Request #${request.number}, ${STATES[request.status]}`;
     const facts = [
-      ["Id", request.request_id], ["Prompt", `${whole.format(request.num_prompt_tokens)} tokens, ${request.num_cached_tokens} from the cache`],
-      ["Answer", `${whole.format(request.num_output_tokens)} of at most ${whole.format(request.max_tokens)} tokens`],
+      ["Id", request.request_id], ["Prompt", `${counted(request.num_prompt_tokens, "token")}, ${whole.format(request.num_cached_tokens)} from the cache`],
+      ["Answer", answerSoFar(request)],
       ["First token", request.firstAfter_s ? `after ${seconds(request.firstAfter_s)}` : request.num_output_tokens ? "before this page looked" : "not yet"],
       ["Steps", whole.format(request.num_steps)], ["Gave way", gaveWay(request)],
     ];
@@ -221,6 +221,11 @@ export class LiveView {
     });
     return make("ol", { className: "timeline" }, ...spans);
   }
+}
+
+function answerSoFar({ num_answers: answers, num_output_tokens: tokens, max_tokens: most }) {
+  if (answers > 1) return `${counted(tokens, "token")} in ${answers} answers of at most ${whole.format(most)} each`;
+  return `${whole.format(tokens)} of at most ${counted(most, "token")}`;
 }
 
 function gaveWayShort(request) {

@@ -35,6 +35,8 @@ export const styleColour = (name) => {
 };
 
 export const whole = new Intl.NumberFormat("en");
+/** With its noun: "1 token", "1,200 tokens". */
+export const counted = (number, noun) => `${whole.format(number)} ${noun}${number === 1 ? "" : "s"}`;
 export const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
 export function seconds(value) {

@@ -18,7 +18,9 @@ export class Playground {
       this.send($("prompt").value);
     });
     $("prompt").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && this.kind === "chat" && !event.isComposing) {
+      // A completion's text has line breaks of its own: there it takes Ctrl, or Command, to send.
+      const sends = event.ctrlKey || event.metaKey || (this.kind === "chat" && !event.shiftKey);
+      if (event.key === "Enter" && sends && !event.isComposing) {
         event.preventDefault();
         $("composer").requestSubmit();
       }

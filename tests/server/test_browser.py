@@ -121,9 +121,10 @@ def test_a_completion_goes_on_from_its_text(visit: Visit):
     page.check("[name=kind][value=completion]", force=True)
     page.fill("#parameter-max_tokens", "8")
     page.fill("#prompt", "Once upon a time")
-    page.click("#send")
+    page.press("#prompt", "Enter")
+    page.press("#prompt", "Control+Enter")
     page.wait_for_selector(".exchange:not(.is-running)")
-    assert page.inner_text(".said") == "Once upon a time"
+    assert page.evaluate("() => document.querySelector('.said').textContent") == "Once upon a time\n"
 
 
 def test_the_fields_have_the_ranges_that_the_server_tells_and_are_those_of_the_kind(visit: Visit, live: Live):
@@ -285,6 +286,18 @@ def test_the_live_view_shows_the_blocks_as_the_metric_counts_them_and_who_was_sw
     page.focus("#grid")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#block-note").startswith("Block 0:")
+
+
+def test_the_story_of_a_request_tells_its_tokens_by_the_number_of_its_answers(visit: Visit, live: Live):
+    page = visit.page
+    page.click("[data-view=live]")
+    page.wait_for_selector("#tiles dd")
+    for number, told in ((1, "[0-9]+ of at most 260 tokens"), (2, "[0-9]+ tokens in 2 answers of at most 150 each")):
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(live.complete, prompt="Hello", n=number, max_tokens=260 if number == 1 else 150, ignore_eos=True)
+            page.click("#requests tr.is-running button >> nth=0")
+            page.wait_for_selector(f"#detail-body dd:text-matches('^{told}$')")
+            assert running.result().status_code == 200
 
 
 def test_an_engine_that_rests_is_shown_at_rest(visit: Visit, live: Live):
