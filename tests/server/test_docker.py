@@ -59,6 +59,8 @@ def test_the_kubernetes_manifest_probes_what_is_there_and_gives_a_drain_time_to_
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"]
+    link = service["metadata"]["name"].upper() + "_PORT"
+    assert link not in VARIABLES or pod["enableServiceLinks"] is False, f"Kubernetes sets {link} to an address"
     assert container["securityContext"]["readOnlyRootFilesystem"]
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/tmp", "/home/pagestream/.cache"}
     routes = {route.path for route in bare_app().routes}
