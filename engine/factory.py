@@ -68,6 +68,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     device = find_device(config)
     checkpoint = open_checkpoint(config.model)
     tokenizer = find_tokenizer(checkpoint, config)
+    chat_template = ChatTemplate(read_template(config.model.chat_template) or tokenizer.chat_template, tokenizer.special_tokens)
     kernels = find_kernels(config, device)
     checkpoint = with_fitting_dtype(checkpoint, config, kernels)
     model = ModelChoice(config, device, kernels).load(checkpoint)
@@ -108,7 +109,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
         engine=engine,
         shape=shape,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(read_template(config.model.chat_template) or tokenizer.chat_template, tokenizer.special_tokens),
+        chat_template=chat_template,
         queue_limits=QueueLimits(
             config.scheduler.max_num_queued_reqs or DEFAULT_MAX_QUEUED_REQS, config.scheduler.max_num_queued_tokens
         ),
@@ -133,9 +134,10 @@ class Sizes:
 
     def summary(self) -> str:
         num_tokens = self.num_blocks * self.block_size
+        num_full = num_tokens / self.max_model_len
         return (
-            f"{self.num_blocks:,} KV blocks of {self.block_size} tokens: {num_tokens:,} tokens, "
-            f"{num_tokens / self.max_model_len:.1f} requests of full length ({self.max_model_len:,} tokens)"
+            f"{self.num_blocks:,} KV block{'s' * (self.num_blocks != 1)} of {self.block_size} tokens: {num_tokens:,} tokens, "
+            f"{num_full:,.{1 if num_full < 100 else 0}f} requests of full length ({self.max_model_len:,} tokens)"
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +18,16 @@ from pagestream.server.settings import MIB, ServerSettings, Tls
 from pagestream.server.tools.plan import Parsers
 from pagestream.server.tools.syntax import SYNTAXES
 
-MODEL, CACHE, SCHEDULING, DEVICE, SERVER, TESTING = "Model", "KV cache", "Scheduling", "Device", "Server", "Testing"
+MODEL, CACHE, PREFIXES, SCHEDULING, DEVICE = "Model", "KV cache", "Prefix cache", "Scheduling", "Device"
+SERVER, CLIENTS, STREAMS, OPERATION, PAGE, TESTING = "Server", "Clients", "Streams", "Operation", "Page", "Testing"
 SECONDS = ("sse_keep_alive_interval", "drain_timeout", "slow_reader_timeout", "slow_sender_timeout", "stall_timeout", "stream_resume_timeout", "stream_keep")
 PER_KEY = ("max_requests_per_key", "max_tokens_per_minute_per_key")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+")  # anything else, a closing slash too, would never be equal to one
+
+OTHER_VARIABLES = frozenset({"PAGESTREAM_CACHE", "PAGESTREAM_URL"})  # not of `serve`
+SERVICE_LINK = re.compile(r"PAGESTREAM_(SERVICE|PORT)_.*")  # what Kubernetes sets where a service has our name
+
+log = logging.getLogger(__name__)
 
 # As vLLM reads them: 32k is 32,000 and 32K is 32,768.
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -42,9 +51,22 @@ def gib(text: object) -> float:
 
 
 def option(flag: str, panel: str, text: str, **more: Any) -> Any:
-    """One option, in its group of the help, with its environment variable."""
-    variable = "PAGESTREAM_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
-    return typer.Option(flag, envvar=variable, help=text, rich_help_panel=panel, **more)
+    """One option, in its group of the help, with its environment variable, for which a narrow terminal has no room."""
+    variable = variable_of(flag.split("/")[0].removeprefix("--").replace("-", "_"))
+    return typer.Option(flag, envvar=variable, show_envvar=False, help=text, rich_help_panel=panel, **more)
+
+
+def variable_of(name: str) -> str:
+    return f"PAGESTREAM_{name.upper()}"
+
+
+def warn_of_unknown_variables(names: Iterable[str], options: Iterable[str]) -> None:
+    """Of the environment's, those that look like an option's and are none: a slip there would else go unseen."""
+    known = {variable_of(option) for option in options} | OTHER_VARIABLES
+    for name in sorted(names):
+        if name.startswith("PAGESTREAM_") and name not in known and not SERVICE_LINK.fullmatch(name):
+            near = difflib.get_close_matches(name, known, n=1)
+            log.warning("%s is set, and no option has this variable%s", name, f"; did you mean {near[0]}?" if near else "")
 
 
 def counted(flag: str, panel: str, text: str) -> Any:
@@ -57,12 +79,17 @@ def sized(flag: str, panel: str, text: str) -> Any:
 
 ServedNames = Annotated[
     list[str] | None,
-    option("--served-model-name", SERVER, "Name in requests and answers; may be repeated. Default: the model as given."),
+    option("--served-model-name", SERVER, "Name in requests and answers; may be repeated. Default: the model as given.", metavar="NAME"),
 ]
-ApiKeys = Annotated[list[str] | None, option("--api-key", SERVER, "Ask for this key on all routes but the page, its files and those of operation; may be repeated.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    option("--api-key", CLIENTS, "Ask for this key on all routes but the page, its files and those of operation; may be repeated.", metavar="KEY"),
+]
 Origins = Annotated[
-    list[str] | None, option("--allowed-origins", SERVER, "Origin whose pages may call this server, or *; may be repeated.")
+    list[str] | None,
+    option("--allowed-origins", CLIENTS, "Origin whose pages may call this server, or *; may be repeated.", metavar="ORIGIN"),
 ]
+
 
 def keys_in(path: str | None) -> list[str]:
     """One key a line; empty lines and those that begin with # are none.  Raises StartError, also for a file without any."""
@@ -93,8 +120,10 @@ ENGINE_OPTIONS = frozenset(field.name for field in fields(EngineArgs))
 
 
 def to_engine_args(options: dict[str, Any]) -> EngineArgs:
-    """Those of the options that are the engine's.  Raises StartError."""
-    return EngineArgs.from_options({name: value for name, value in options.items() if name in ENGINE_OPTIONS})
+    """Those of the options that are the engine's.  Raises StartError, also for a value that the engine could not use."""
+    args = EngineArgs.from_options({name: value for name, value in options.items() if name in ENGINE_OPTIONS})
+    args.to_config()
+    return args
 
 
 def to_settings(options: dict[str, Any]) -> ServerSettings:

@@ -73,6 +73,8 @@ def check_file(path: Path) -> None:
         with path.open("rb") as file:
             head = file.read(100)
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise StartError(f"the journal's folder {path.parent} does not exist") from None
         return
     except OSError as error:
         raise StartError(f"the journal {path} can't be read: {error.strerror}") from None

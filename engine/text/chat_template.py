@@ -92,7 +92,8 @@ def read_template(path: str | None) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise StartError(f"the chat template {path} can't be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StartError(f"the chat template {path} can't be read: {reason}") from error
 
 
 def compile_template(source: str) -> Template:

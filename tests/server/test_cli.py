@@ -18,8 +18,9 @@ import typer
 from rich.text import Text
 
 from pagestream.engine import StartError
+from pagestream.engine.model_choice import ModelChoice
 from pagestream.server import command_line as command
-from pagestream.server.args import ENGINE_OPTIONS, count, gib
+from pagestream.server.args import ENGINE_OPTIONS, count, gib, warn_of_unknown_variables
 from pagestream.server.serving import bind, listen
 from tests.server.terminal import complaint, run, run_here
 
@@ -83,6 +84,20 @@ def test_a_load_that_the_model_has_no_room_for_is_one_line_and_exit_code_2(tiny_
 def test_the_environment_is_read_like_flags():
     assert "loud" in complaint("serve", PAGESTREAM_LOG_LEVEL="loud")
     assert "12q" in complaint("serve", PAGESTREAM_MAX_NUM_SEQS="12q")
+
+
+def test_a_variable_that_is_no_options_is_told(caplog):
+    set_ones = ["PAGESTREAM_MAX_NUM_SEQ", "PAGESTREAM_MAX_NUM_SEQS", "PAGESTREAM_CACHE", "PAGESTREAM_PORT_8000_TCP", "PATH"]
+    warn_of_unknown_variables(set_ones, command.serve.__annotations__)
+    (told,) = caplog.messages
+    assert told == "PAGESTREAM_MAX_NUM_SEQ is set, and no option has this variable; did you mean PAGESTREAM_MAX_NUM_SEQS?"
+
+
+@pytest.mark.parametrize("option", ["--chat-template", "--journal"])
+def test_a_file_that_is_not_there_is_told_before_weights_are_loaded(tiny_llama: Path, tmp_path: Path, monkeypatch, option: str):
+    monkeypatch.setattr(ModelChoice, "load", None)
+    told = complaint("serve", str(tiny_llama), option, str(tmp_path / "none/file"), PAGESTREAM_PORT="0")
+    assert str(tmp_path / "none") in told
 
 
 def test_a_port_in_use_is_found_before_a_model_is_loaded():

