@@ -75,7 +75,7 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     shape = model.shape
     limits = step_limits(config, device)
     sizes = find_sizes(config, model, limits, device)
-    parts = step_parts(kernels, shape, limits, device)
+    parts = step_parts(kernels, shape, device)
     cache = KVCache(
         shape, block_size=sizes.block_size, num_blocks=sizes.num_blocks, num_swap_blocks=sizes.num_swap_blocks,
         dtype=model.kv_dtype, device=device, mover=parts.mover,
@@ -209,7 +209,7 @@ class StepParts:
     chooser: KernelChooser | None = None  # None: the host draws
 
 
-def step_parts(kernels: Kernels, shape: ModelShape, limits: SchedulerLimits, device: torch.device) -> StepParts:
+def step_parts(kernels: Kernels, shape: ModelShape, device: torch.device) -> StepParts:
     link: HostLink = SharedMemory() if device.type == "cpu" else PinnedLink(device)
     if kernels is not Kernels.TRITON:
         return StepParts(kernels, device, link)

@@ -24,6 +24,7 @@ Linear = Callable[[Tensor], Tensor]  # [..., in] to [..., out]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [out, in] and bias [out]
 Activation = Callable[[Tensor], Tensor]
 
+
 @dataclass(frozen=True, slots=True)
 class LinearMakers:
     """For a model's linears, and for the one that scores the vocabulary."""

@@ -40,7 +40,6 @@ class TensorSource(Protocol):
         """
 
 
-
 class SafetensorsSource:
     """The tensors of a folder's safetensors files, mapped, so that only what is asked for is read.
 
@@ -50,7 +49,6 @@ class SafetensorsSource:
     def __init__(self, folder: Path):
         self.folder = folder
         self.opened = ExitStack()
-        self.handles: dict[str, Any] = {}
         self.file_of: dict[str, Any] = {}
         for file in safetensors_files(folder):
             handle = self.open(file)

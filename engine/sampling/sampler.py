@@ -34,7 +34,6 @@ class Drawn:
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)  # by the row's seq_id
     failed: dict[int, str] = field(default_factory=dict)  # by the row's seq_id
 
-
     @classmethod
     def of_plain_rows(cls, choice: Choice) -> Drawn:
         """What was chosen where nothing but tokens is wanted."""

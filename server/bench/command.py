@@ -28,6 +28,10 @@ bench = typer.Typer(help="Measure a running server, or the engine in this proces
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 Model = Annotated[str, typer.Option("--model", help="A name, a folder or a GGUF file.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+KvCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto (the model's), float32, bfloat16, float16, fp8 or int8.")]
+Quantization = Annotated[str, typer.Option("--quantization", help="auto (a GGUF file's own blocks), none, int8 or int4.")]
+CpuThreads = Annotated[int | None, typer.Option("--cpu-threads", help="Default: one per core.")]
 
 
 @bench.command("serve")
@@ -40,7 +44,7 @@ def bench_serve(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Default: the first that each server lists.")] = None,
-    workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
+    workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS) + ".")] = "chat",
     dataset: Annotated[Path | None, typer.Option("--dataset", help="JSONL with prompt and max_tokens, in place of a workload.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option("--concurrency", min=1, help="Requests at a time; may be repeated.")] = None,
     rate: Annotated[float | None, typer.Option("--rate", help="Requests a second, arriving at random, in place of --concurrency.")] = None,
@@ -49,7 +53,7 @@ def bench_serve(
     rest_s: Annotated[float, typer.Option("--rest", help="Seconds before each turn of several servers.", min=0)] = 2.0,
     ttft_objective_ms: Annotated[float | None, typer.Option("--ttft-objective", help="Milliseconds; for goodput.")] = None,
     itl_objective_ms: Annotated[float | None, typer.Option("--itl-objective", help="Milliseconds a token; for goodput.")] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="PAGESTREAM_API_KEY")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="PAGESTREAM_API_KEY", help="The key that the servers ask for.")] = None,
     json_file: JsonFile = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help=r"Draw latency over load into this PNG; needs pagestream\[plot].")
@@ -94,12 +98,12 @@ def bench_serve(
 def bench_latency(
     model: Model = "smollm2",
     batch_size: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="Sequences per step; may be repeated.")] = None,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 100,
-    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 64,
-    dtype: Annotated[str, typer.Option("--dtype")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype")] = "auto",
-    quantization: Annotated[str, typer.Option("--quantization")] = "auto",
-    cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each sequence.")] = 100,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=2, help="Of each sequence; so many steps are timed, less one.")] = 64,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    quantization: Quantization = "auto",
+    cpu_threads: CpuThreads = None,
     json_file: JsonFile = None,
 ) -> None:
     """Time decode steps of the engine in this process, beside the floor that this machine sets."""
@@ -117,11 +121,11 @@ def bench_latency(
 def bench_throughput(
     model: Model = "smollm2",
     workload: Annotated[str, typer.Option("--workload", help=", ".join(WORKLOADS))] = "chat",
-    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1)] = 64,
-    dtype: Annotated[str, typer.Option("--dtype")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype")] = "auto",
-    quantization: Annotated[str, typer.Option("--quantization")] = "auto",
-    cpu_threads: Annotated[int | None, typer.Option("--cpu-threads")] = None,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="All given at once.")] = 64,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    quantization: Quantization = "auto",
+    cpu_threads: CpuThreads = None,
     json_file: JsonFile = None,
 ) -> None:
     """Complete many prompts offline, as fast as they go."""

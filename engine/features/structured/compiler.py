@@ -130,4 +130,3 @@ class TokenTable:
 
     def __call__(self, text: str | bytes) -> Any:
         return self._vocabulary.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
-
