@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.errors import HttpError
-from pagestream.server.fields import WireModel
+from pagestream.server.fields import MissingField, WireModel
 from pagestream.server.state import server_state
 
 MAX_JSON_DEPTH = 32
@@ -171,15 +171,21 @@ def as_refusal(error: ValidationError, wire: type[WireModel], fields: dict[str, 
             return InvalidRequest(f"{param} must be an object, not {shown(fault['input'])}", param=param)
         param += ".type"
     if fault["type"] in ("missing", "union_tag_not_found"):
-        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+        return missing(param)
     if fault["type"] == "value_error":
         refusal = fault["ctx"]["error"]
         if isinstance(refusal, InvalidRequest):
             return refusal
+        if isinstance(refusal, MissingField):
+            return missing(f"{param}.{refusal}")
         return InvalidRequest(f"{param}: {refusal}" if param else str(refusal), param=param or None)
     if fault["type"] == "union_tag_invalid":
         return InvalidRequest(f"{param}.type must be one of {fault['ctx']['expected_tags']}", param=f"{param}.type")
     return InvalidRequest(f"{param} {rule_of(fault, kinds)}", param=param)
+
+
+def missing(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
 
 
 def rule_of(fault: ErrorDetails, kinds: list[str]) -> str:

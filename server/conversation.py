@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from pagestream.engine import InvalidRequest, SamplingParams
 from pagestream.server.constraints import find_constraint
-from pagestream.server.fields import Count, Flag, Several, Text, Whole, WireModel, joined
+from pagestream.server.fields import Count, Flag, MissingField, Several, Text, Whole, WireModel, joined
 from pagestream.server.protocol import GUIDED, UNSUPPORTED_GUIDED, GenerationRequest
 from pagestream.server.tools.plan import Parsers, ReplyPlan, plan_reply
 from pagestream.server.tools.wire import MAX_TOOLS, Tool, ToolCall, ToolChoice, check_tools
@@ -18,7 +18,7 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": (),
+    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
@@ -28,7 +28,7 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     **UNSUPPORTED_GUIDED,
 }
@@ -61,7 +61,7 @@ class Message(WireModel):
     @model_validator(mode="after")
     def check_content(self) -> Self:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is required")
+            raise MissingField("content")
         return self
 
     def as_template_input(self) -> dict[str, Any]:

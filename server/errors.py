@@ -136,9 +136,9 @@ def likely_route(request: Request) -> str:
     rest = own_path(request.scope).strip("/")
     while rest.startswith("v1/"):
         rest = rest.removeprefix("v1/")
-    meant = f"/v1/{rest}"
-    is_route = meant != own_path(request.scope) and any(getattr(route, "path", "") == meant for route in request.app.routes)
-    return f"; did you mean {meant}?" if is_route else ""
+    known = {getattr(route, "path", "") for route in request.app.routes} - {own_path(request.scope)}
+    meant = next((path for path in (f"/v1/{rest}", f"/{rest}") if rest and path in known), "")
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def add_error_handlers(app: FastAPI) -> None:

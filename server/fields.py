@@ -61,6 +61,10 @@ class ModelRequest(WireModel):
     model: Text = Field(description="A name that GET /v1/models lists.")
 
 
+class MissingField(ValueError):
+    """Raised with its name where only what else a part holds says that it needs it."""
+
+
 class Written(Protocol):
     """A part of a content, in whichever API's shape."""
 

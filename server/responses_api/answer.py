@@ -57,6 +57,7 @@ class ResponseAnswer(ShapedAnswer):
             "total_tokens": usage["total_tokens"],
         }
         choice = asked.tool_choice
+        text = {} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True)
         return {
             "id": self.id,
             "object": "response",
@@ -67,11 +68,11 @@ class ResponseAnswer(ShapedAnswer):
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "model": self.model,
-            "output": [item.shown(status if status == "incomplete" and item is items[-1] else "completed") for item in items],
+            "output": [item.shown("incomplete" if item is items[-1] and status != "completed" else "completed") for item in items],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}} if asked.text is None else asked.text.model_dump(by_alias=True, exclude_none=True),
+            "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice if isinstance(choice, str) else "auto" if choice is None else choice.model_dump(),
             "tools": [tool.model_dump() for tool in asked.tools or ()],
             "top_p": asked.top_p,

@@ -88,7 +88,7 @@ def test_every_parameter_is_listed_with_its_range(live: Live):
     temperature = completions["fields"]["temperature"]
     assert (temperature["required"], temperature["default"]) == (False, 1.0)
     assert {"minimum": 0, "maximum": 2}.items() <= temperature["anyOf"][0].items()
-    assert completions["refused"]["suffix"] == {"allowed": [None]}
+    assert completions["refused"]["suffix"] == {"allowed": [None, ""]}
     assert set(endpoints) >= {"/v1/chat/completions", "/tokenize", "/detokenize"}
 
 
@@ -112,6 +112,7 @@ def test_every_route_but_the_public_ones_needs_a_key(start, root_path):
     ("path", "hint"),
     [
         ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/tokenize", "; did you mean /tokenize?"),
         ("/v1/v1/messages", "; did you mean /v1/messages?"),
         ("/v1/embeddings/", "; did you mean /v1/embeddings?"),
         ("/nothing", ""),

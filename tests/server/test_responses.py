@@ -13,6 +13,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import TypeAdapter
 
+from pagestream.engine import FinishReason, RequestFailed
 from pagestream.server.responses_api.shapes import ResponseObject
 from pagestream.server.responses_api.wire import ResponsesRequest
 from tests.server.conftest import Live, refusal_of, served_model
@@ -68,6 +69,29 @@ def test_a_conversation_counts_all_its_items(live: Live):
     one = both_ways(live, input="Hello", max_output_tokens=4)
     again = [{"role": "user", "content": "Hello"}, *(item.to_dict() for item in one.output), {"role": "user", "content": "More"}]
     assert both_ways(live, input=again, max_output_tokens=4).usage.input_tokens > one.usage.input_tokens
+
+
+def test_a_failure_ends_the_stream_with_what_there_is(live: Live):
+    live.engine.step_s, before = 0.02, live.engine.step_s
+    try:
+        with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+            stream = iter(client.responses.create(model="m", input="Hello", max_output_tokens=400, temperature=0, stream=True))
+            assert any(event.type == "response.output_text.delta" for event in stream)
+            failure = RequestFailed("a step failed")
+            live.on_loop(lambda: [live.engine.end(each, FinishReason.ERROR, failure) for each in list(live.engine.streams)])
+            *_, last = stream
+    finally:
+        live.engine.step_s = before
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "a step failed")
+    (item,) = last.response.output
+    assert (item.status, bool(item.content[0].text)) == ("incomplete", True)
+
+
+@pytest.mark.parametrize("text", [None, {}, {"verbosity": "medium"}])
+def test_the_format_is_told_also_where_none_was_asked_for(live: Live, text):
+    body = live.post("/v1/responses", input="a", max_output_tokens=1, text=text).json()
+    assert body["text"] == {"format": {"type": "text"}, **(text or {})}
 
 
 def test_a_schema_is_obeyed(real: Live):

@@ -159,7 +159,7 @@ def test_an_unknown_field_is_reported_with_what_is_meant_by_it_or_nothing(live: 
         (CHAT, {"messages": []}, "messages must not be empty"),
         (CHAT, {"messages": "hi"}, 'messages must be an array, not "hi"'),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a string or an array, not 5"),
-        (CHAT, {"messages": [{"role": "user"}]}, "messages[0]: content is required"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content is required"),
         (CHAT, {"messages": TURN, "chat_template_kwargs": 5}, "chat_template_kwargs must be an object, not 5"),
         (CHAT, {"messages": TURN, "top_logprobs": 1.5}, "top_logprobs must be an integer, not 1.5"),
         (COMPLETIONS, {"prompt": "a", "bad_words": [""]}, "bad_words[0] must not be empty"),
@@ -251,6 +251,8 @@ def test_what_asks_for_nothing_is_taken(live: Live):
         "service_tier": "auto",
         "prompt_cache_key": "a session",
         "top_logprobs": 0,
+        "metadata": {},
+        "verbosity": "medium",
     }
     assert (
         live.chat(
@@ -385,6 +387,7 @@ F = {"type": "function", "function": {"name": "f"}}
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (CHAT, {"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "messages[1].content"),
         (CHAT, {"tools": [F], "tool_choice": "sometimes"}, "tool_choice"),
         (CHAT, {"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json"),
