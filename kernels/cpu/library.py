@@ -58,6 +58,7 @@ def declare(library: ctypes.CDLL) -> None:
         "ps_describe": (ctypes.c_char_p, []),
         "ps_pool_create": (_pointer, [ctypes.c_int]),
         "ps_pool_free": (None, [_pointer]),
+        "ps_pool_size": (ctypes.c_int, [_pointer]),
         "ps_linear_create": (_pointer, [_pointer, ctypes.c_int, _long, _long, ctypes.c_int, _pointer, _long, _pointer]),
         "ps_linear_create_quantised": (_pointer, [_pointer, ctypes.c_int, _long, _long, ctypes.c_int, _pointer, _pointer]),
         "ps_quantise": (ctypes.c_int, [_pointer, ctypes.c_int, ctypes.c_int, _long, _long, _pointer, _pointer]),

@@ -52,6 +52,7 @@ const char* ps_describe() {
 
 ps_pool* ps_pool_create(int threads) { return new ps_pool{Pool(threads), {}}; }
 void ps_pool_free(ps_pool* p) { delete p; }
+int ps_pool_size(const ps_pool* p) { return p->pool.size(); }
 
 Linear* ps_linear_create(ps_pool* p, int format, long n, long k, int paired, const void* weights, long stride, const float* bias) {
     auto* w = new Linear((Format)format, n, k, paired != 0);

@@ -250,7 +250,9 @@ class CpuOps:
         self.library = library
         declare(library)
         self.pool: int = library.ps_pool_create(threads)
-        self.threads = threads
+        self.threads: int = library.ps_pool_size(self.pool)
+        if self.threads < threads:
+            logger.warning("the system starts no more than %d of %d threads for the CPU operators", self.threads, threads)
         self.instructions: str = library.ps_describe().decode()
         _free_with(self, library.ps_pool_free, self.pool)
 

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -30,7 +31,10 @@ public:
     static constexpr long MAX_CHUNKS = (1 << 20) - 1;
 
     explicit Pool(int threads) : scratch_(threads > 0 ? threads : 1), taken_(scratch_.size()) {
-        for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+        workers_.reserve(scratch_.size());
+        try {
+            for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+        } catch (const std::system_error&) {}  // the system starts no more: those that are there do the work
     }
     ~Pool() {
         {

@@ -2,6 +2,9 @@
 
 import logging
 import multiprocessing
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -58,6 +61,26 @@ def test_a_compiler_may_come_with_a_launcher_and_options(monkeypatch):
     assert build.find_compiler() == [env, usual, "-m64"]
     monkeypatch.setenv("CXX", " ")
     assert build.find_compiler() == [usual]
+
+
+def test_fewer_threads_serve_where_the_system_starts_no_more():
+    """In a process of its own, with no addresses left for many stacks."""
+    code = """
+        import resource, torch
+        from pagestream.kernels.cpu.ops import load_ops
+        torch.set_num_threads(1)  # its own could not be started either
+        weight, x = torch.randn(320, 64), torch.randn(200, 64)
+        expected = load_ops(1).linear(weight)(x)
+        in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + (64 << 20),) * 2)
+        ops = load_ops(1000)
+        assert torch.equal(ops.linear(weight)(x), expected)
+        print(ops.threads)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert 1 <= int(run.stdout) < 1000
+    assert "of 1000 threads" in run.stderr
 
 
 def test_refusal_of_the_compiler_is_told(empty_cache, monkeypatch, caplog):
