@@ -18,6 +18,7 @@ from pagestream.engine.core.scheduler import Scheduler
 from pagestream.engine.features.structured.compiler import ConstraintCompiler
 from pagestream.engine.features.structured.mask import ConstraintMask
 from pagestream.engine.intake import Intake, Limits
+from pagestream.engine.isolation import probe
 from pagestream.engine.llm_engine import LLMEngine
 from pagestream.engine.metrics import EngineListener
 from pagestream.engine.model_choice import Kernels, ModelChoice, find_kernels, with_fitting_dtype
@@ -90,8 +91,10 @@ def build_engine(config: EngineConfig, listener: EngineListener | None = None) -
     )  # fmt: skip
     warm_up(runner, parts, sizes, limits, graphs)
     costs = measure_costs(
-        runner, cache, parts.link, limits.max_num_batched_tokens, sizes.block_size, sizes.num_blocks, sizes.num_swap_blocks
-    )
+        runner, cache, parts.link, limits.max_num_batched_tokens, sizes.block_size, sizes.num_blocks, sizes.num_swap_blocks,
+        sizes.max_model_len,
+    )  # fmt: skip
+    check_numbers(runner, config, checkpoint.dtype)
     blocks = BlockManager(
         sizes.num_blocks, sizes.block_size, num_swap_blocks=sizes.num_swap_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -146,9 +149,21 @@ def find_sizes(config: EngineConfig, model: CausalLM, limits: SchedulerLimits, d
     shape, block_size = model.shape, config.cache.block_size
     block_bytes = bytes_per_block(shape, block_size, model.kv_dtype)
     num_blocks = num_kv_blocks(config.cache, shape, model.kv_dtype, device, activation_bytes(model, limits, config, device))
-    asked_len = min(config.model.max_model_len or shape.max_model_len, shape.max_model_len)
-    max_model_len = fitting_length(asked_len, config, num_blocks)
+    max_model_len = fitting_length(longest_request(model, config), config, num_blocks)
     return Sizes(block_size, block_bytes, num_blocks, swap_blocks(config, limits, device, block_bytes), max_model_len)
+
+
+def longest_request(model: CausalLM, config: EngineConfig) -> int:
+    """Tokens that the operator wants and the model knows; the pool may have room for fewer."""
+    return min(config.model.max_model_len or model.shape.max_model_len, model.shape.max_model_len)
+
+
+def check_numbers(runner: ModelRunner, config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raises StartError for a model that gives no numbers, as the first request would find; writes into the pool's first block."""
+    why = probe(runner, (0,))
+    if why is not None:
+        hint = "; its numbers may be too large for float16, try dtype bfloat16" if dtype == torch.float16 else "; its weights may be damaged"
+        raise StartError(f"model {config.model.model} can't be served, {why}{hint}")
 
 
 def request_limits(config: EngineConfig, shape: ModelShape, sizes: Sizes, limits: SchedulerLimits) -> Limits:
@@ -195,7 +210,9 @@ def activation_bytes(model: CausalLM, limits: SchedulerLimits, config: EngineCon
     """What the largest step needs besides the cache, by trying it; not asked on a CPU, whose cache has a size of its own."""
     if device.type != "cuda" or config.cache.num_kv_blocks is not None:
         return 0
-    return measure_activations(model, limits.max_num_batched_tokens, limits.max_num_seqs, config.cache.block_size, device)
+    return measure_activations(
+        model, limits.max_num_batched_tokens, limits.max_num_seqs, config.cache.block_size, device, longest_request(model, config)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,16 +93,21 @@ def check_alive(executor: Executor, plan: StepPlan, first_error: Exception | Non
     that carries nothing of theirs tells them from a device that is lost.  It is written where one of those that failed would
     have written next: that sequence is ended, and nobody else reads the last block of its table.
     """
-    table = plan.scheduled[0].block_table[-1:]
-    row = ScheduledSequence(PROBE_SEQ_ID, (PROBE_TOKEN_ID,), 0, table, (Sample(PROBE_SEQ_ID, 0),))
-    nobody = Admitted(PROBE_SEQ_ID, row.token_ids, SamplingParams(temperature=0, max_tokens=1), seed=0)
     try:
-        failed = executor.execute(StepPlan(plan.step_id, admitted=(nobody,), scheduled=(row,))).failed
-        executor.execute(StepPlan(plan.step_id, retired_seq_ids=(PROBE_SEQ_ID,)))
+        why = probe(executor, plan.scheduled[0].block_table[-1:], plan.step_id)
     except Exception as error:
         raise EngineDead(f"nothing can be computed any more: {first_error or error}") from error
-    if failed:
-        raise EngineDead(f"nothing can be computed any more: {failed[PROBE_SEQ_ID]}")
+    if why is not None:
+        raise EngineDead(f"nothing can be computed any more: {why}")
+
+
+def probe(executor: Executor, block_table: tuple[int, ...], step_id: int = 0) -> str | None:
+    """Compute a token of nobody's, in a block that nobody reads; returns why its numbers are of no use, None if they are."""
+    row = ScheduledSequence(PROBE_SEQ_ID, (PROBE_TOKEN_ID,), 0, block_table, (Sample(PROBE_SEQ_ID, 0),))
+    nobody = Admitted(PROBE_SEQ_ID, row.token_ids, SamplingParams(temperature=0, max_tokens=1), seed=0)
+    failed = executor.execute(StepPlan(step_id, admitted=(nobody,), scheduled=(row,))).failed
+    executor.execute(StepPlan(step_id, retired_seq_ids=(PROBE_SEQ_ID,)))
+    return failed.get(PROBE_SEQ_ID)
 
 
 def narrow(executor: Executor, plan: StepPlan, rows: Sequence[ScheduledSequence]) -> list[StepResult]:

@@ -12,7 +12,9 @@ def measure_machine(config: EngineConfig) -> Machine:
     """Load the model, size the cache, and time some steps.  Takes seconds; raises StartError."""
     engine = build_engine(config).engine
     limits, blocks = engine.scheduler.limits, engine.scheduler.blocks
-    times = measure_steps(engine.executor, limits.max_num_batched_tokens, blocks.block_size, blocks.device.num_blocks)
+    times = measure_steps(
+        engine.executor, limits.max_num_batched_tokens, blocks.block_size, blocks.device.num_blocks, engine.intake.limits.max_model_len
+    )
     return Machine(
         limits=limits,
         num_blocks=blocks.device.num_blocks,

@@ -30,12 +30,13 @@ def measure_costs(
     block_size: int,
     num_blocks: int,
     num_swap_blocks: int,
+    max_model_len: int,
 ) -> PreemptionCosts:
     """Run a prompt of nobody's through blocks that are still free, which also warms everything up, and copy some blocks.
 
-    Must come before the first request: it writes into the pool.
+    Must come before the first request: it writes into the pool.  max_model_len: the model has no more positions here.
     """
-    num_tokens = min(MOST_PROFILED_TOKENS, max_num_batched_tokens, num_blocks * block_size)
+    num_tokens = min(MOST_PROFILED_TOKENS, max_num_batched_tokens, num_blocks * block_size, max_model_len)
     table = tuple(range(-(-num_tokens // block_size)))
     plan = StepPlan(0, scheduled=(ScheduledSequence(0, (0,) * num_tokens, 0, table),))
     runner.execute(plan)
@@ -67,10 +68,11 @@ class StepTimes:
     num_context_tokens: int
 
 
-def measure_steps(runner: Executor, max_num_batched_tokens: int, block_size: int, num_blocks: int) -> StepTimes:
+def measure_steps(runner: Executor, max_num_batched_tokens: int, block_size: int, num_blocks: int, max_model_len: int) -> StepTimes:
     """Times of an otherwise idle engine, whose pool this writes into."""
-    num_chunk = min(MOST_CHUNK_TOKENS, max_num_batched_tokens, num_blocks * block_size)
-    num_context = min(MOST_CONTEXT_TOKENS, num_blocks * block_size) - 1
+    longest = min(num_blocks * block_size, max_model_len)
+    num_chunk = min(MOST_CHUNK_TOKENS, max_num_batched_tokens, longest)
+    num_context = min(MOST_CONTEXT_TOKENS, longest) - 1
     table = tuple(range(-(-max(num_chunk, num_context + 1) // block_size)))
 
     def best_s(num_tokens: int, start: int) -> float:
@@ -85,15 +87,20 @@ def measure_steps(runner: Executor, max_num_batched_tokens: int, block_size: int
     return StepTimes(best_s(1, 0), best_s(num_chunk, 0), num_chunk, best_s(1, num_context), num_context)
 
 
-def measure_activations(model: CausalLM, num_tokens: int, num_rows: int, block_size: int, device: torch.device) -> int:
-    """Bytes that a GPU step of so many tokens, so many of them sampled, needs besides weights and cache."""
+def measure_activations(
+    model: CausalLM, num_tokens: int, num_rows: int, block_size: int, device: torch.device, max_model_len: int
+) -> int:
+    """Bytes that a GPU step of so many tokens, so many of them sampled, needs besides weights and cache.
+
+    Of sequences of max_model_len tokens at most: rotary tables and the attention's plan have no room for longer ones.
+    """
     from pagestream.engine.runner.warm_up import compile_side_by_side
 
     num_blocks = -(-num_tokens // block_size)
     cache = KVCache(
         model.shape, block_size=block_size, num_blocks=num_blocks, num_swap_blocks=0, dtype=model.kv_dtype, device=device
     )
-    length = min(num_tokens, model.shape.max_model_len)
+    length = min(num_tokens, max_model_len)
     starts = range(0, num_tokens, length)
     rows = tuple(
         ScheduledSequence(

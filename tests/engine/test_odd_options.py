@@ -1,9 +1,17 @@
 """Options at their ends change how long an answer takes, and nothing of the answer."""
 
-import pytest
+import shutil
 
-from pagestream.engine import LLM, InvalidRequest, RequestFailed, SamplingParams, StartError, fold
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagestream.engine import LLM, EngineArgs, InvalidRequest, RequestFailed, SamplingParams, StartError, factory, fold
+from pagestream.engine.core.config import SchedulerLimits
 from pagestream.engine.intake import RequestOptions
+from pagestream.engine.measure import measure_machine
+from pagestream.engine.model_choice import Kernels
+from pagestream.engine.models.checkpoint import open_checkpoint
 
 PROMPTS = [[9], [7, 8] * 9, [11, 12, 13] * 21, [5] * 16]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, logprobs=1, ignore_eos=True)
@@ -48,6 +56,36 @@ def usual(tiny_llama):
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_the_answers_are_the_usual_ones(tiny_llama, usual, options, params):
     assert answers(llm(tiny_llama, **options), params) == usual[params]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("max_model_len", [2, 8, 17])
+def test_nothing_at_the_start_is_longer_than_a_request_may_be(tiny_llama, kernels, max_model_len):
+    options = {"model": str(tiny_llama), "num_kv_blocks": 60, "max_model_len": max_model_len, "kernels": kernels}
+    (output,) = LLM(**options).generate(prompt_token_ids=[[9]], sampling_params=SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == max_model_len - 1
+    machine = measure_machine(EngineArgs.from_options(options).to_config())
+    assert machine.num_blocks == 60
+
+
+def test_nor_is_what_a_gpus_memory_is_shared_out_by(tiny_llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(factory, "measure_activations", lambda model, *sizes: asked.append(sizes) or 0)
+    config = EngineArgs(model=str(tiny_llama), max_model_len=40).to_config()
+    model = factory.ModelChoice(config, torch.device("cpu"), Kernels.TORCH).load(open_checkpoint(config.model))
+    gpu = torch.device("cuda")
+    factory.activation_bytes(model, SchedulerLimits(16, 512), config, gpu)
+    assert asked == [(512, 16, 16, gpu, 40)]
+
+
+@pytest.mark.parametrize(("dtype", "hint"), [("float32", "weights may be damaged"), ("float16", "too large for float16, try dtype bfloat16")])
+def test_a_model_that_gives_no_numbers_is_refused_at_the_start(tiny_llama, tmp_path, dtype, hint):
+    folder = shutil.copytree(tiny_llama, tmp_path / "spoilt")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartError, match=f"spoilt can't be served, the model's logits are not finite numbers; .*{hint}"):
+        llm(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize(
