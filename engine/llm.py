@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -12,6 +12,7 @@ from pagestream.engine.core.outputs import RequestOutput, fold
 from pagestream.engine.core.request import Pooling
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.engine_args import EngineArgs
+from pagestream.engine.factory import build_engine
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.interrupts import HeldInterrupts, held_interrupts
 from pagestream.engine.llm_engine import LLMEngine
@@ -57,7 +58,9 @@ class LLM:
             "disable_custom_all_reduce": disable_custom_all_reduce,
             **engine_options,
         })
-        self.llm_engine = LLMEngine.from_engine_args(args)
+        built = build_engine(args.to_config())
+        self.llm_engine: LLMEngine = built.engine
+        self._chat_template = built.chat_template
         self._num_requests = 0
 
     def generate(
@@ -85,11 +88,33 @@ class LLM:
         if texts is not None and prompt_token_ids is not None and len(texts) != len(prompt_token_ids):
             raise ValueError(f"{len(texts)} prompts and {len(prompt_token_ids)} lists of prompt_token_ids were given")
         asked: Sequence[str | Sequence[int]] = prompt_token_ids if prompt_token_ids is not None else texts or []
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(asked)
-        if len(params) != len(asked):
-            raise ValueError(f"{len(asked)} prompts and {len(params)} sampling_params were given")
-        with held_interrupts() as held:
-            return self._run(self._add_all(asked, params, held), held, use_tqdm)
+        return self._generate(asked, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of messages with a `role` and a `content` that is text.
+
+        The model's chat template makes each a prompt; the rest is as in `generate`.  Raises InvalidRequest where the model has
+        none, or its template refuses a conversation.
+        """
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            check_messages(conversation)
+            prompts.append(self._chat_template.render(
+                conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                template_kwargs=chat_template_kwargs,
+            ))  # fmt: skip
+        # The template has written the special tokens.
+        return self._generate(prompts, sampling_params, use_tqdm, RequestOptions(add_special_tokens=False))
 
     def embed(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, pooling: str = "mean", use_tqdm: bool = True
@@ -106,6 +131,19 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         return self.llm_engine.intake.tokenizer
+
+    def _generate(
+        self,
+        asked: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        options: RequestOptions | None = None,
+    ) -> list[RequestOutput]:
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(asked)
+        if len(params) != len(asked):
+            raise ValueError(f"{len(asked)} prompts and {len(params)} sampling_params were given")
+        with held_interrupts() as held:
+            return self._run(self._add_all(asked, params, held, options), held, use_tqdm)
 
     def _add_all(
         self,
@@ -144,3 +182,12 @@ class LLM:
         while self.llm_engine.has_unfinished_requests():
             yield from self.llm_engine.step()
             held.let_through()
+
+
+def check_messages(conversation: object) -> None:
+    """Raises InvalidRequest for what a template would write into a prompt all the same."""
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str):
+        raise InvalidRequest("messages must be a list of messages, or of such lists", param="messages")
+    for message in conversation:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise InvalidRequest(f"a message must have a role and a content, both text, not {message!r:.200}", param="messages")

@@ -46,6 +46,34 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
 
 
+def test_a_conversation_is_the_prompt_that_the_template_makes_of_it(llm):
+    first = [{"role": "user", "content": "the quick"}]
+    second = [{"role": "system", "content": "fox"}, *first]
+    template = llm._chat_template
+    answers = llm.chat([first, second], GREEDY, use_tqdm=False)
+    assert [answer.prompt for answer in answers] == [template.render(first), template.render(second)]
+    tokenizer = llm.get_tokenizer()
+    by_ids = llm.generate(
+        prompt_token_ids=[tokenizer.encode(template.render(each), False) for each in (first, second)], sampling_params=GREEDY,
+        use_tqdm=False,
+    )  # fmt: skip
+    assert [answer.outputs for answer in answers] == [answer.outputs for answer in by_ids]
+    assert llm.chat(first, GREEDY, use_tqdm=False)[0].outputs == answers[0].outputs
+    begun = [*first, {"role": "assistant", "content": "brown"}]
+    (goes_on,) = llm.chat(begun, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert goes_on.prompt.endswith("brown")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", ["hello"], [[]], [{"role": "user"}], [{"role": "user", "content": 5}], [[{"role": "user", "content": "a"}], "b"]],
+)
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(InvalidRequest, match="message"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
 def test_default_parameters_are_taken_where_none_are_given(llm):
     (output,) = llm.generate("the", use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= SamplingParams().max_tokens
