@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from pagestream.engine import CompletionOutput, SamplingParams
 from pagestream.server.answer import Answer, Piece
 from pagestream.server.conversation import ChatRequest
+from pagestream.server.errors import in_words_of
 from pagestream.server.generation import read_request, respond
 from pagestream.server.logprobs import chat_logprobs
 from pagestream.server.settings import ServerSettings
@@ -107,7 +108,8 @@ async def create_chat_completion(http: Request) -> Response:
     request = await read_request(http, ChatRequest)
     state = server_state(http)
     answer, prompt = await prepare(ChatAnswer, request, state.engine, state.settings)
-    return await respond(http, answer, [prompt], "messages")
+    with in_words_of({} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
+        return await respond(http, answer, [prompt], "messages")
 
 
 A = TypeVar("A", bound=ChatAnswer)

@@ -10,13 +10,14 @@ from pydantic import Field, model_validator
 from pagestream.engine import Constraint, InvalidRequest
 from pagestream.server.fields import Flag, Text, WireModel
 
+MAX_FORMAT_NAME = 64
 ANY_OBJECT = {"type": "object"}
 
 
 class JsonSchemaFormat(WireModel):
     """`strict` changes nothing: an answer always fits the schema, and a schema that can't be enforced is refused."""
 
-    name: Text | None = Field(None, max_length=64)
+    name: Text | None = Field(None, max_length=MAX_FORMAT_NAME)
     description: Text | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="A JSON Schema.")
     strict: Flag | None = None

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +19,17 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from pagestream.engine import ClientError, DeadlineExceeded, EngineDead, EngineError, EngineFault, Overloaded, RequestFailed
+from pagestream.engine import (
+    ClientError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    EngineFault,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +119,18 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(
         500, "internal error; the server's log has the details under this request's id", code="internal_error", headers=NO_RETRY
     )
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of fields that the client knows by other names are told by those."""
+    try:
+        yield
+    except (InvalidRequest, ContextLengthExceeded) as error:
+        message = error.message
+        for name, said in names.items():
+            message = re.sub(rf"\b{name}\b", said, message)
+        raise InvalidRequest(message, param=names.get(error.param or "", error.param), code=error.code) from None
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request, Response
 
-from pagestream.engine import InvalidRequest
 from pagestream.server.answer import Piece, encode
 from pagestream.server.chat import ChatAnswer, prepare
 from pagestream.server.conversation import ChatRequest
-from pagestream.server.errors import ApiError
+from pagestream.server.errors import ApiError, in_words_of
 from pagestream.server.fields import WireModel
 from pagestream.server.generation import check_name, introduce, refuse_idempotency, respond_alone
 from pagestream.server.sse import broken_off
@@ -93,14 +92,8 @@ async def respond_as(http: Request, kind: type[S], asked: WireModel, request: Ch
     state = server_state(http)
     refuse_idempotency(http)
     check_name(http, request.model)
-    try:
+    with in_words_of(kind.names):
         answer, prompt = await prepare(kind, request, state.engine, state.settings)
         answer.asked = asked
         introduce(http, answer)
         return await respond_alone(http, answer, [prompt], param, answer.events())
-    except InvalidRequest as error:
-        field = error.param or ""
-        if field not in kind.names:
-            raise
-        name = kind.names[field]
-        raise InvalidRequest(error.message.replace(field, name, 1), param=name, code=error.code) from None

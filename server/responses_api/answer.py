@@ -43,7 +43,7 @@ class Item:
 
 class ResponseAnswer(ShapedAnswer):
     id_prefix = "resp"
-    names = {"response_format": "text.format"}
+    names = {"response_format": "text.format", "messages": "input", "max_tokens": "max_output_tokens"}
     asked: ResponsesRequest
 
     def response(self, status: str, items: list[Item], error: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from pagestream.engine import InvalidRequest
 from pagestream.server.body import check
+from pagestream.server.constraints import MAX_FORMAT_NAME
 from pagestream.server.conversation import ChatRequest
 from pagestream.server.fields import Count, Flag, ModelRequest, Real, Several, Text, WireModel, at_most, joined
 from pagestream.server.tools.wire import MAX_TOOLS, NAME, ObjectSchema
@@ -127,7 +128,7 @@ class NamedFunctionTool(WireModel):
 
 class TextFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
+    name: Text | None = Field(None, max_length=MAX_FORMAT_NAME)
     description: Text | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="Only with type json_schema.")
     strict: Flag | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagestream.server.responses import ChatCompletion, ChatCompletionChunk
-from tests.server.conftest import Live, counts, events_of
+from tests.server.conftest import Live, counts, events_of, refusal_of
 from tests.server.fake_engine import EOS
 
 GREEDY = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
@@ -102,6 +102,14 @@ def prompt_size(live: Live, messages: list[dict[str, Any]], **fields: Any) -> in
 def test_text_parts_are_joined_by_line_breaks(live: Live):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert prompt_size(live, [{"role": "user", "content": parts}]) == len("<user>one\ntwo\n<assistant>")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_refusal_names_the_limit_as_the_client_did(live: Live, name):
+    error = refusal_of(live.chat(**{name: 600}))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert f" {name} is 600," in error["message"]
+    assert error["message"].endswith(f" lower {name}.")
 
 
 @pytest.mark.parametrize(("fields", "rendered"), [

@@ -177,6 +177,17 @@ def test_what_asks_for_nothing_is_taken(live: Live, fields):
     assert response.status_code == 200, response.text
 
 
+def test_a_refusal_has_the_names_of_the_fields_here(live: Live):
+    error = refusal_of(live.post("/v1/responses", input="a", max_output_tokens=600))
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert "max_output_tokens is 600" in error["message"]
+    assert error["message"].endswith("lower max_output_tokens.")
+    text = {"format": {"type": "json_schema", "name": "a" * 65, "schema": {}}}
+    assert refusal_of(live.post("/v1/responses", input="a", text=text))["param"] == "text.format.name"
+    error = refusal_of(live.post("/v1/responses", input="refuse me"))
+    assert (error["param"], error["message"]) == ("input", "the template refuses this conversation")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_cannot_be_enforced_is_refused_by_its_field_here(real: Live, stream):
     text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}}
