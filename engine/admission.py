@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pagestream.engine.core.errors import InvalidRequest, Overloaded
@@ -51,8 +52,8 @@ class AdmissionControl:
     def check_fits(self, num_requests: int, num_sequences: int, param: str) -> None:
         """Raises InvalidRequest where so many would not fit even while nobody else is here: no waiting would help."""
         max_num_seqs, max_num_queued = self._engine.intake.limits.max_num_seqs, self._limits.max_num_reqs
-        if num_requests > 1 and num_beyond([num_sequences] * num_requests, max_num_seqs) > max_num_queued:
-            most = max_num_seqs // num_sequences + max_num_queued
+        most = max_num_seqs // num_sequences + max_num_queued
+        if 1 < num_requests > most:
             raise InvalidRequest(f"{param} holds {num_requests}, and this engine takes at most {most} of these at once", param=param)
 
     def check(
@@ -64,26 +65,34 @@ class AdmissionControl:
         """
         if self.is_draining:
             self._refuse("draining", "the server is shutting down and takes no new requests", 5.0)
-        max_num_seqs = self._engine.intake.limits.max_num_seqs
-        scheduler = self._engine.scheduler
-        sizes = [group.num_live_sequences for queue in (scheduler.running, scheduler.swapped, scheduler.waiting) for group in list(queue)]
-        sizes += [request.sampling_params.num_sequences for request in inbox]
-        num_queued = num_beyond(sizes + [num_sequences] * num_requests, max_num_seqs)
+        num_queued = self._num_queued(num_requests, num_sequences, inbox)
         if num_queued > self._limits.max_num_reqs:
-            what = f"the queue holds {self._limits.max_num_reqs} waiting requests at most; there are {num_beyond(sizes, max_num_seqs)}"
+            num_waiting = max(0, num_queued - num_requests)
+            what = f"the queue holds {self._limits.max_num_reqs} waiting requests at most; there are {num_waiting}"
             self._refuse("queue_full", what, self._retry_after_s(num_requests))
         if self._limits.max_num_tokens is not None and num_queued > 0:
-            num_tokens = sum(len(group.request.prompt_token_ids) for group in list(scheduler.waiting))
-            num_tokens += sum(len(request.prompt_token_ids) for request in inbox)
+            num_tokens = self._num_waiting_tokens(inbox)
             if num_tokens > self._limits.max_num_tokens:
                 what = f"{num_tokens} prompt tokens are waiting; the queue holds {self._limits.max_num_tokens}"
                 self._refuse("queue_tokens", what, self._retry_after_s(num_requests))
-
         if time_left_s is not None and num_queued > 0 and len(self._finished_s) >= MIN_FINISHED_TO_JUDGE:
             wait_s = self.pace_s * num_queued
             if wait_s > time_left_s:
                 what = f"about {wait_s:.1f} s of waiting are ahead, more than timeout_s has left"
                 self._refuse("hopeless", what, min(MAX_RETRY_AFTER_S, wait_s - time_left_s))
+
+    @property
+    def num_places(self) -> int:
+        """Of requests of one sequence, those that run and those that wait."""
+        return self._engine.intake.limits.max_num_seqs + self._limits.max_num_reqs
+
+    def num_admissible(self, num_requests: int, inbox: Sequence[Request]) -> int:
+        """How many of so many requests of one sequence each would come in now."""
+        num_queued = self._num_queued(num_requests, 1, inbox)
+        max_num_tokens = self._limits.max_num_tokens
+        is_full = num_queued > 0 and max_num_tokens is not None and self._num_waiting_tokens(inbox) > max_num_tokens
+        num_beyond = num_queued if is_full else num_queued - self._limits.max_num_reqs
+        return 0 if self.is_draining else max(0, num_requests - max(0, num_beyond))
 
     def place(self, request_ids: Sequence[str], inbox: Sequence[Request]) -> QueuePlace | None:
         """Where the first of these requests stands that is waiting; None if they are being computed."""
@@ -101,6 +110,21 @@ class AdmissionControl:
     def finished(self) -> None:
         self._finished_s.append(self._busy_s)
 
+    def _num_queued(self, num_requests: int, num_sequences: int, inbox: Sequence[Request]) -> int:
+        """How many would wait, with so many more requests of so many sequences each."""
+        scheduler = self._engine.scheduler
+        groups = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
+        sizes = itertools.chain(
+            (group.num_live_sequences for group in groups),
+            (request.sampling_params.num_sequences for request in inbox),
+            itertools.repeat(num_sequences, num_requests),
+        )
+        return len(groups) + len(inbox) + num_requests - num_within(sizes, self._engine.intake.limits.max_num_seqs)
+
+    def _num_waiting_tokens(self, inbox: Sequence[Request]) -> int:
+        num_tokens = sum(len(group.request.prompt_token_ids) for group in list(self._engine.scheduler.waiting))
+        return num_tokens + sum(len(request.prompt_token_ids) for request in inbox)
+
     def _refuse(self, reason: str, message: str, retry_after_s: float) -> None:
         self._engine.watch.rejected(reason)
         raise Overloaded(message, retry_after_s=retry_after_s, draining=reason == "draining")
@@ -112,11 +136,7 @@ class AdmissionControl:
         return min(MAX_RETRY_AFTER_S, num_requests * self.pace_s)
 
 
-def num_beyond(sizes: Sequence[int], max_num_seqs: int) -> int:
-    """How many of these requests, served in this order, do not fit among the sequences that run at once."""
-    num_running = 0
-    for index, size in enumerate(sizes):
-        num_running += size
-        if num_running > max_num_seqs:
-            return len(sizes) - index
-    return 0
+def num_within(sizes: Iterable[int], max_num_seqs: int) -> int:
+    """How many of these requests, served in this order, fit among the sequences that run at once.  Looks no further than that."""
+    totals = itertools.accumulate(sizes)
+    return sum(1 for _ in itertools.takewhile(max_num_seqs.__ge__, totals))

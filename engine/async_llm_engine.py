@@ -206,7 +206,7 @@ class AsyncLLMEngine:
         )
         self._admission.check_fits(len(prompts), params.num_sequences, param if isinstance(param, str) else param[0].partition("[")[0])
         # What has something to give ends with that, however late it is.
-        limit_s = None if any(each.output_token_ids for each in begun) else timeout_s
+        limit_s = None if any(each.output_token_ids or each.is_over for each in begun) else timeout_s
         self._check_open(len(prompts), params, limit_s)
         self._check_unused(request_id)
 
@@ -275,6 +275,15 @@ class AsyncLLMEngine:
         """
         if self._death is None:
             self._admission.check(1, 1, self._added)
+
+    @property
+    def num_places(self) -> int:
+        """How many requests of one sequence may run and wait."""
+        return self._admission.num_places
+
+    def num_admissible(self, num_requests: int) -> int:
+        """How many of so many requests of one sequence each would come in now."""
+        return self._admission.num_admissible(num_requests, self._added)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ class Intake:
             fault=options.fault,
             include_timeline=options.include_timeline,
             output_token_ids=() if options.begun is None else options.begun.output_token_ids,
+            is_over=options.begun is not None and options.begun.is_over,
             deadline_s=None if options.timeout_s is None else arrival_time_s + options.timeout_s,
             pooling=options.pooling,
         )

@@ -98,6 +98,8 @@ class LLMEngine:
             reason = outputs[-1].outputs[0].finish_reason or FinishReason.STOP
             self.scheduler.finish(request.request_id, reason)
             outputs[-1] = self.watch.ended(outputs[-1], reason)
+        elif request.is_over and (last := self._end(request.request_id, FinishReason.DEADLINE)) is not None:
+            outputs.append(last)
         return outputs
 
     def abort_request(

@@ -19,9 +19,10 @@ class EmbeddingSum:
         self._sum = states if start == 0 or not self._sum else tuple(map(sum, zip(self._sum, states, strict=True)))
 
     def direction(self) -> tuple[float, ...]:
-        """The embedding: of length 1, in numbers that float32 holds.  The mean's divisor cancels out with the length."""
-        length = math.sqrt(sum(value * value for value in self._sum))
-        if length == 0:
-            raise ValueError("the hidden states sum up to nothing")
+        """The embedding: of length 1, in numbers that float32 holds.  The mean's divisor cancels out with the length.
+
+        States that sum up to nothing have no direction: zeros, as everybody's normalisation leaves them.
+        """
+        length = math.sqrt(sum(value * value for value in self._sum)) or 1.0
         numbers = [value / length for value in self._sum]
         return struct.unpack(f"<{len(numbers)}f", struct.pack(f"<{len(numbers)}f", *numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from fastapi import Request, Response
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from pagestream.engine import DeadlineExceeded, FinishReason, Pooling, RequestFailed, RequestOutput, SamplingParams
+from pagestream.engine import DeadlineExceeded, FinishReason, Overloaded, Pooling, RequestFailed, RequestOutput, SamplingParams
 from pagestream.server.answer import encode
 from pagestream.server.fields import Flag, ModelRequest, Real, Text, Whole, as_prompts, prompt_schema
 from pagestream.server.generation import MAX_TIMEOUT_S, places_of, read_request, refuse_idempotency, time_limit_s, while_connected
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048  # OpenAI's
 # Of one request at a time: a large one then neither fills the queue nor keeps others waiting for all of it.
 INPUTS_AT_ONCE = 64
+PLACES_SHARE = 2  # and at most such a part of all places
+LOOK_AGAIN_S = 0.05  # for room, where others took it all after a request's first inputs were computed
 
 Inputs = Annotated[
     list[str | list[int]],
@@ -87,10 +90,18 @@ class Embeddings:
         inputs = self._request.input
         places = places_of("input", len(inputs))
         end_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        most = min(INPUTS_AT_ONCE, max(1, self._engine.num_places // PLACES_SHARE))
         try:
-            for start in range(0, len(inputs), INPUTS_AT_ONCE):
-                end = start + INPUTS_AT_ONCE
-                await self._add(inputs[start:end], places[start:end], end_s)
+            start = 0
+            while start < len(inputs):
+                end = start + await self._room(min(most, len(inputs) - start), end_s)
+                try:
+                    await self._add(inputs[start:end], places[start:end], end_s)
+                    start = end
+                except Overloaded as error:  # by others, who came while these were cut into tokens
+                    if error.draining or not self._parts:
+                        raise
+                    await asyncio.sleep(LOOK_AGAIN_S)
         except DeadlineExceeded:
             raise DeadlineExceeded(self._timeout_s or 0.0) from None  # of all of them, not of what a part had left
         finally:
@@ -98,6 +109,17 @@ class Embeddings:
         usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
         rest = encode({"model": self._request.model, "usage": usage})
         return f'{{"object":"list","data":[{",".join(self._parts)}],{rest[1:]}'.encode("ascii")
+
+    async def _room(self, most: int, end_s: float | None) -> int:
+        """How many inputs to go on with.  Who has begun waits for room; nobody else does, so that a full queue is told at once."""
+        while True:
+            if self._parts and end_s is not None and time.monotonic() > end_s:
+                raise DeadlineExceeded(self._timeout_s or 0.0)
+            number = self._engine.num_admissible(most)
+            if number or not self._parts or not self._engine.is_ready:
+                break
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return max(1, number)
 
     async def _add(self, inputs: Sequence[str | list[int]], places: Sequence[str], end_s: float | None) -> None:
         request = self._request

@@ -31,6 +31,7 @@ class Begun:
 
     seed: int
     output_token_ids: tuple[int, ...] = ()  # of its only answer; none where logprobs must be told, which takes computing them
+    is_over: bool = False  # its deadline ended it, with these tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Request:
     fault: Fault | None = None
     include_timeline: bool = False  # on the last output
     output_token_ids: tuple[int, ...] = ()  # generated already, by an earlier engine
+    is_over: bool = False  # its deadline had passed then, so these are all
     deadline_s: float | None = None  # of the monotonic clock: when it ends with what there is
     pooling: Pooling | None = None  # an embedding is asked for; max_tokens is 0 then
 

@@ -18,6 +18,7 @@ from pagestream.engine.core.request import Fault, Pooling
 from pagestream.engine.core.step_plan import ScheduledSequence, StepPlan, StepResult
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.isolation import execute_isolated
+from pagestream.engine.pooling import EmbeddingSum
 from pagestream.engine.runner.pooling import pooled_sums
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
@@ -157,3 +158,10 @@ def test_a_row_too_large_for_the_memory_pools_the_same_tokens_in_two(num_pooled)
 def test_unknown_pooling_is_refused(llm):
     with pytest.raises(ValueError, match="max"):
         llm.embed("text", pooling="max")
+
+
+def test_states_that_sum_up_to_nothing_have_no_direction():
+    pooled = EmbeddingSum()
+    pooled.add(0, (3, -4))
+    pooled.add(16, (-3, 4))
+    assert pooled.direction() == (0.0, 0.0)

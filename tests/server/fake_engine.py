@@ -404,6 +404,13 @@ class FakeEngine:
         if not self.is_dead:
             self.refuse_beyond(1)
 
+    @property
+    def num_places(self) -> int:
+        return self.max_num_seqs + self.max_num_queued
+
+    def num_admissible(self, num_requests: int) -> int:
+        return max(0, min(num_requests, self.num_places - len(self.streams)))
+
     def refuse_beyond(self, num_requests: int) -> None:
         if self.is_draining:
             self.reject("draining", "the server is ending", 2.5)

@@ -102,9 +102,37 @@ def test_a_client_that_leaves_ends_its_requests(start):
 
 def test_a_full_queue_is_told_at_once(start):
     live = start({"max_num_seqs": 1, "max_num_queued": 1})
-    response = live.post("/v1/embeddings", input=["a", "b", "c"])
-    assert refusal_of(response, 429)["code"] == "server_overloaded"
-    assert int(response.headers["retry-after"]) >= 1
+    live.engine.is_paused = True
+    with live.connect({"prompt": ["a", "b"]}):
+        live.until(lambda: len(live.engine.streams) == 2, "admitted")
+        response = live.post("/v1/embeddings", input=["a", "b", "c"])
+        assert refusal_of(response, 429)["code"] == "server_overloaded"
+        assert int(response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("places", [(1, 0), (1, 1), (3, 4)])
+def test_more_inputs_than_there_are_places_are_worked_off(start, places):
+    live = start({"max_num_seqs": places[0], "max_num_queued": places[1]})
+    texts = [f"text {number}" for number in range(40)]
+    assert embed(live, texts)[33] == embed(live, texts[33])[0]
+
+
+@pytest.mark.parametrize(("timeout_s", "status"), [(60, 200), (0.5, 408)])
+def test_who_has_begun_waits_for_room_until_the_deadline(start, timeout_s, status):
+    live = start({"max_num_seqs": 1, "max_num_queued": 1})
+    engine = live.engine
+    engine.is_paused = True
+    with live.connect({"input": ["a", "b"], "timeout_s": timeout_s}, "/v1/embeddings") as sock:
+        live.until(lambda: len(engine.streams) == 1, "the first input is admitted")
+        with live.connect({"prompt": "long", "max_tokens": 1}):
+            live.until(lambda: len(engine.streams) == 2, "somebody else is admitted")
+            engine.max_num_queued = 0  # who has the only place
+            live.on_loop(engine.streams[0].step)
+            if status == 408:
+                assert b'"deadline_exceeded"' in sock.recv(1 << 16)
+            engine.is_paused = False
+            if status == 200:
+                assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 @pytest.fixture(scope="module")
