@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 
+from pagestream.server.early_refusal import EarlyRefusals
 from pagestream.server.errors import add_error_handlers
 from pagestream.server.journal import Journal
 from pagestream.server.key_limits import KeyLimits
@@ -86,6 +87,7 @@ def create_app(
     # The last one added is the outermost.
     queued = {route.path: route for route in app.routes if isinstance(route, APIRoute) and route.path in QUEUED}
     app.add_middleware(RefuseWhileFull, engine=engine, routes=queued)
+    app.state.answer_early = EarlyRefusals(engine, metrics, settings, queued).answer if settings.otlp_endpoint is None else None
     if settings.api_keys:
         app.add_middleware(ApiKey, keys=settings.api_keys)
     if settings.allowed_origins:

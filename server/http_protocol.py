@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import h11
+from fastapi import FastAPI, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagestream.server.errors import HttpError, as_api_error, json_response
+
+Answering = Callable[[h11.Request], Response | None]
+
+
+def protocol_for(app: FastAPI) -> Callable[..., EnvelopeProtocol]:
+    """What uvicorn makes of each connection to this application."""
+    state = app.state
+    return partial(
+        EnvelopeProtocol, slow_sender_timeout_s=state.server.settings.slow_sender_timeout_s, answer_early=state.answer_early
+    )
+
+
+class ObservedConnection(h11.Connection):
+    """Shows each request's head to `is_answered` before uvicorn sees it, which then goes on behind an answered one."""
+
+    def __init__(self, is_answered: Callable[[h11.Request], bool]):
+        super().__init__(h11.SERVER)
+        self._is_answered = is_answered
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        while isinstance(event, h11.Request) and self._is_answered(event):
+            event = h11.NEED_DATA if self.our_state is h11.CLOSED else super().next_event()
+        return event
 
 
 class EnvelopeProtocol(H11Protocol):
@@ -18,10 +45,17 @@ class EnvelopeProtocol(H11Protocol):
 
     Nor does one whose head takes longer than `slow_sender_timeout_s` (0: for ever), though it holds a connection.  The same time
     bounds what is left of a body whose answer is out already; one that a route waits for is `read_limited`'s matter.
+
+    What `answer_early` answers by its head alone doesn't reach the application either.
     """
 
-    def __init__(self, *arguments: Any, slow_sender_timeout_s: float = 0.0, **options: Any):
+    def __init__(
+        self, *arguments: Any, slow_sender_timeout_s: float = 0.0, answer_early: Answering | None = None, **options: Any
+    ):
         super().__init__(*arguments, **options)
+        if answer_early is not None:
+            self._answer_early = answer_early
+            self.conn = ObservedConnection(self._is_answered)
         self._slow_sender_timeout_s = slow_sender_timeout_s
         self._sender_timer: asyncio.TimerHandle | None = None
 
@@ -70,10 +104,28 @@ class EnvelopeProtocol(H11Protocol):
             self._refuse(HttpError(status, f"no valid HTTP request: {reason}", code="invalid_http"))
         self.transport.close()
 
+    def _is_answered(self, request: h11.Request) -> bool:
+        """As uvicorn ends a response that came before its request's body had, but in one write."""
+        response = self._answer_early(request)
+        if response is None:
+            return False
+        headers = [*self.server_state.default_headers, *response.raw_headers]
+        self._send_whole(response.status_code, headers, bytes(response.body))
+        if self.conn.our_state is h11.MUST_CLOSE:
+            self.conn.send(h11.ConnectionClosed())
+            self.transport.close()
+        self.on_response_complete()
+        return True
+
     def _refuse(self, refusal: HttpError) -> None:
         told = as_api_error(refusal)
         body = json_response(told.envelope()).body
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        head = h11.Response(status_code=told.status, headers=headers, reason=HTTPStatus(told.status).phrase.encode())
-        for event in (head, h11.Data(data=bytes(body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        headers = [
+            (b"Content-Type", b"application/json"), (b"Content-Length", str(len(body)).encode()), (b"Connection", b"close")
+        ]  # fmt: skip
+        self._send_whole(told.status, headers, bytes(body))
+
+    def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+        sent = [self.conn.send(event) or b"" for event in (head, h11.Data(data=body), h11.EndOfMessage())]
+        self.transport.write(b"".join(sent))

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -59,11 +59,7 @@ class RequestContext:
             nonlocal status, num_sent_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = request_id
-                if is_anthropic(scope):
-                    headers["Request-Id"] = request_id  # where clients of that API look
-                headers["OpenAI-Processing-Ms"] = str(round((time.monotonic() - start_s) * 1000))
+                sign(MutableHeaders(scope=message), scope, request_id, time.monotonic() - start_s)
             else:
                 num_sent_bytes += len(message.get("body", b""))
             await send(message)
@@ -77,20 +73,30 @@ class RequestContext:
             if status == CLIENT_LEFT:
                 await error_response(error, scope)(scope, receive, send_with_id)
         finally:
-            self.finish(scope, request_id, status, time.monotonic() - start_s, num_sent_bytes)
+            note_end(self.metrics, scope, request_id, status, time.monotonic() - start_s, num_sent_bytes)
 
-    def finish(self, scope: Scope, request_id: str, status: int, seconds: float, num_sent_bytes: int) -> None:
-        # Only names of our own: what a client invents must not become a label.
-        handler = getattr(scope.get("route"), "path", "none")
-        method = scope["method"] if scope["method"] in METHODS else "other"
-        self.metrics.http_request(handler, method, status, seconds, body_bytes(scope), num_sent_bytes)
-        answer_id = scope.get("state", {}).get("answer_id", "-")
-        level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
-        edge = {
-            "method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4),
-            "request_id": request_id, "answer_id": answer_id,
-        }  # fmt: skip
-        log.log(level, "%s %s %d in %.3f s, request id %s, answer %s", *edge.values(), extra=edge)
+
+def sign(headers: MutableHeaders, scope: Scope, request_id: str, seconds: float) -> None:
+    """Give a response what all have: its request's id, and how long it took until it began."""
+    headers["X-Request-Id"] = request_id
+    if is_anthropic(scope):
+        headers["Request-Id"] = request_id  # where clients of that API look
+    headers["OpenAI-Processing-Ms"] = str(round(seconds * 1000))
+
+
+def note_end(metrics: Metrics, scope: Scope, request_id: str, status: int, seconds: float, num_sent_bytes: int) -> None:
+    """One line in the log, and the counters."""
+    # Only names of our own: what a client invents must not become a label.
+    handler = getattr(scope.get("route"), "path", "none")
+    method = scope["method"] if scope["method"] in METHODS else "other"
+    metrics.http_request(handler, method, status, seconds, body_bytes(scope), num_sent_bytes)
+    answer_id = scope.get("state", {}).get("answer_id", "-")
+    level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
+    edge = {
+        "method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4),
+        "request_id": request_id, "answer_id": answer_id,
+    }  # fmt: skip
+    log.log(level, "%s %s %d in %.3f s, request id %s, answer %s", *edge.values(), extra=edge)
 
 
 def path_alone(target: str) -> str:
@@ -129,23 +135,25 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or is_public(own_path(scope)) or scope["method"] == "OPTIONS"
-        if is_open or self.holds_key(given_key(scope)):
+        if is_open or holds_key(self.keys, given_key(scope)):
             await self.app(scope, receive, send)
             return
         headers = {"WWW-Authenticate": "Bearer"}
         refusal = HttpError(401, "a valid key is needed: Authorization: Bearer <key>", code="invalid_api_key", headers=headers)
         await error_response(refusal, scope)(scope, receive, send)
 
-    def holds_key(self, given: bytes) -> bool:
-        # Every key is compared, and in constant time, so that timing tells nothing about them.
-        matches = [hmac.compare_digest(given, key) for key in self.keys]
-        return any(matches)
+
+def holds_key(keys: Sequence[bytes], given: bytes) -> bool:
+    # Every key is compared, and in constant time, so that timing tells nothing about them.
+    matches = [hmac.compare_digest(given, key) for key in keys]
+    return any(matches)
 
 
 class RefuseWhileFull:
     """Refuses requests while the queue has no place, before a body is read and a prompt is cut into tokens.
 
-    A flood of refusals takes the cores from those who are served.  Whoever sends an Idempotency-Key may have his answer already.
+    A flood of refusals takes the cores from those who are served; most never come so far, see early_refusal.py.  Whoever sends an
+    Idempotency-Key may have his answer already.
     """
 
     def __init__(self, app: ASGIApp, engine: AsyncLLMEngine, routes: Mapping[str, BaseRoute]):

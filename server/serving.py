@@ -15,7 +15,6 @@ import ssl
 import stat
 import time
 from collections.abc import Iterator
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pagestream.engine import StartError
-from pagestream.server.http_protocol import EnvelopeProtocol
+from pagestream.server.http_protocol import protocol_for
 from pagestream.server.settings import ServerSettings, Tls
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             lifespan="on",
             # Not whatever happens to be installed: httptools puts no bound on a request's head, and answers other errors.
-            http=partial(EnvelopeProtocol, slow_sender_timeout_s=settings.slow_sender_timeout_s),  # type: ignore[arg-type]
+            http=protocol_for(app),  # type: ignore[arg-type]
             loop="asyncio",
             timeout_keep_alive=KEEP_ALIVE_S,
             ws="none",

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import uvicorn
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs
 from pagestream.server.app import create_app
-from pagestream.server.http_protocol import EnvelopeProtocol
+from pagestream.server.http_protocol import protocol_for
 from pagestream.server.journal import Journal
 from pagestream.server.metrics import Metrics
 from pagestream.server.serving import KEEP_ALIVE_S, bind
@@ -89,7 +88,7 @@ def served(engine: Any, metrics: Metrics, journal: Journal | None = None, **sett
     options = {"served_model_names": ("m", "other/name"), "sse_keep_alive_interval_s": 0} | settings
     chosen = ServerSettings(**options)
     app = create_app(engine, chosen, metrics, journal)
-    protocol: Any = partial(EnvelopeProtocol, slow_sender_timeout_s=chosen.slow_sender_timeout_s)
+    protocol: Any = protocol_for(app)
     bound = bind("127.0.0.1", 0, options.get("slow_reader_timeout_s", 0))
     # Connections are kept as the real server keeps them: with uvicorn's 5 s, which httpx has too, either end may close one just taken.
     config = uvicorn.Config(
