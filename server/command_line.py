@@ -42,7 +42,7 @@ from pagestream.server.commands.run_batch import run_batch
 from pagestream.server.commands.talk import chat, complete
 from pagestream.server.commands.top import top
 from pagestream.server.journal import Journal
-from pagestream.server.journal_file import check_file
+from pagestream.server.journal_file import READING, check_usable
 from pagestream.server.logs import start_logging
 from pagestream.server.metrics import Metrics
 from pagestream.server.openapi import as_yaml
@@ -224,11 +224,12 @@ def serve(
     start_logging(log_level, log_format)
     warn_of_unknown_variables(os.environ, options)
     engine_args, settings, tls = to_engine_args(options), to_settings(options), to_tls(options)
+    noted = asdict(engine_args) | {name: options[name] for name in READING}
     check_tracing(settings.otlp_endpoint)
     if tls is not None:
         check_tls(tls)
     if journal is not None:
-        check_file(journal)
+        check_usable(journal, noted)
     with bind(host, port, slow_reader_timeout) if uds is None else bind_unix(uds) as bound:
         metrics = Metrics(settings.name)
         with without_collections():
@@ -236,7 +237,7 @@ def serve(
 
             engine = AsyncLLMEngine.from_engine_args(engine_args, metrics)
         listen(bound)
-        opened = None if journal is None else Journal(journal, asdict(engine_args))
+        opened = None if journal is None else Journal(journal, noted)
         scheme = "http" if tls is None else "https"
         where = f"{scheme}://localhost" if uds else reachable_url(scheme, *bound.getsockname()[:2])
         print_start(engine, settings, where, uds)

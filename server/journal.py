@@ -47,16 +47,19 @@ class Batch:
 class Journal:
     """One open file, which this process alone writes.  `admitted` and `outputs` return at once."""
 
-    def __init__(self, path: Path, engine_args: dict[str, Any]):
-        """Raises StartError, and then has left the file as it was."""
+    def __init__(self, path: Path, options: dict[str, Any]):
+        """`options` are those of the engine and of READING.  Raises StartError, and then has left the file as it was."""
         self.path = path
         check_file(path)
         self._lock_fd = lock(path)
         try:
-            self._database = open_database(path, engine_args)
-        except (sqlite3.Error, StartError) as error:
+            self._database = open_database(path, options)
+        except (sqlite3.Error, OSError) as error:
             os.close(self._lock_fd)
             raise StartError(f"the journal {path} can't be used: {error}") from None
+        except StartError:
+            os.close(self._lock_fd)
+            raise
         self._inbox: queue.SimpleQueue[Callable[[Batch], None]] = queue.SimpleQueue()
         self._is_broken = False
         self._num_since_prune = 0

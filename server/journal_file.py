@@ -15,11 +15,13 @@ from typing import Any
 from pagestream.engine import StartError
 
 MAGIC = b"SQLite format 3\0"
+DEADLINE = "deadline"  # among the reasons why a request ended
 APPLICATION_ID = 0x70675354
 VERSION = 1
 MAX_KEPT_ANSWERS = 10_000
-# The options that tokens depend on.
+# The options that tokens depend on, and those that an answer's events do: who comes back knows how many of them he has had.
 BITS = ("model", "revision", "tokenizer", "dtype", "quantization", "load_format", "kv_cache_dtype", "kernels")
+READING = ("chat_template", "tool_call_parser", "reasoning_parser")
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -62,9 +64,13 @@ class JournalledAnswer:
     requests: tuple[JournalledRequest, ...]
 
     @property
+    def is_cut_off(self) -> bool:
+        return any(request.finish_reason is None for request in self.requests)
+
+    @property
     def is_sound(self) -> bool:
         """Whether it can be given in full: it goes on, or ended as it should."""
-        return all(request.finish_reason in (None, "stop", "length") for request in self.requests)
+        return all(request.finish_reason in (None, "stop", "length", DEADLINE) for request in self.requests)
 
 
 def check_file(path: Path) -> None:
@@ -98,6 +104,18 @@ def reading(path: Path) -> AbstractContextManager[sqlite3.Connection]:
     return closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True))
 
 
+def check_usable(path: Path, options: dict[str, Any]) -> None:
+    """Whether a journal with these options can be opened, without making one.  Raises StartError."""
+    check_file(path)
+    os.close(lock(path))
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    if not os.access(path, os.W_OK):
+        raise StartError(f"the journal {path} can't be written")
+    with reading(path) as database:
+        check_options(path, database, options)
+
+
 def lock(path: Path) -> int:
     """Hold the journal for this process, until its descriptor is closed.  Raises StartError."""
     name = f"{path}.lock"
@@ -113,23 +131,22 @@ def lock(path: Path) -> int:
     return fd
 
 
-def open_database(path: Path, engine_args: dict[str, Any]) -> sqlite3.Connection:
+def open_database(path: Path, options: dict[str, Any]) -> sqlite3.Connection:
+    """`options` are those of the engine and of READING.  Raises StartError."""
     is_new = not path.exists() or path.stat().st_size == 0
     if is_new:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it will hold prompts
     database = sqlite3.connect(path, check_same_thread=False)
     if is_new:
         database.executescript(SCHEMA)
-        database.execute("INSERT INTO meta VALUES ('engine_args', ?)", (json.dumps(engine_args),))
+        database.execute("INSERT INTO meta VALUES ('engine_args', ?)", (json.dumps(options),))
         database.commit()
     else:
-        earlier = read_engine_args(database)
-        for name in BITS:
-            if earlier.get(name) != engine_args.get(name):
-                database.close()
-                raise StartError(
-                    f"it was written with {name} {earlier.get(name)!r}, and this server has {engine_args.get(name)!r}; give another file"
-                )
+        try:
+            check_options(path, database, options)
+        except StartError:
+            database.close()
+            raise
     # A killed process loses nothing of what was committed; only the machine's own end could, and that would be generated again.
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
@@ -145,7 +162,18 @@ def prune(database: sqlite3.Connection, max_kept: int = MAX_KEPT_ANSWERS) -> Non
     database.execute("DELETE FROM tokens WHERE request_id NOT IN (SELECT id FROM requests)")
 
 
-def read_engine_args(database: sqlite3.Connection) -> dict[str, Any]:
+def check_options(path: Path, database: sqlite3.Connection, options: dict[str, Any]) -> None:
+    """Raises StartError where what is in there would go on otherwise than it began."""
+    earlier = read_options(database)
+    for name in (*BITS, *READING):
+        if name in earlier and earlier[name] != options.get(name):
+            had, has = earlier[name], options.get(name)
+            raise StartError(
+                f"the journal {path} was written with {name} {had!r}, and this server has {has!r}; it was left as it is. Give another file"
+            )
+
+
+def read_options(database: sqlite3.Connection) -> dict[str, Any]:
     (text,) = database.execute("SELECT value FROM meta WHERE name = 'engine_args'").fetchone()
     return json.loads(text)
 

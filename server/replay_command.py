@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagestream.engine import Begun, EngineArgs, FinishReason, StartError
-from pagestream.server.journal_file import JournalledAnswer, check_file, load, read_engine_args, reading
+from pagestream.server.args import ENGINE_OPTIONS
+from pagestream.server.journal_file import JournalledAnswer, check_file, load, read_options, reading
 from pagestream.server.restore import rebuild
 from pagestream.server.settings import ServerSettings
+from pagestream.server.tools.plan import Parsers
 
 if TYPE_CHECKING:
     from pagestream.engine import AsyncLLMEngine
@@ -31,18 +33,20 @@ def replay_command(
     if record is None:
         raise StartError(f"the journal {journal} has no answer {answer_id!r}")
     with reading(journal) as database:
-        engine_args = EngineArgs.from_options(read_engine_args(database))
+        options = read_options(database)
+    engine_args = EngineArgs.from_options({name: value for name, value in options.items() if name in ENGINE_OPTIONS})
+    parsers = Parsers(options.get("tool_call_parser", "auto"), options.get("reasoning_parser", "auto"))
     from pagestream.engine import AsyncLLMEngine  # brings torch with it
 
     engine = AsyncLLMEngine.from_engine_args(engine_args)
-    again = asyncio.run(compute(engine, record))
+    again = asyncio.run(compute(engine, record, ServerSettings(("",), parsers=parsers)))
     raise typer.Exit(tell(record, again))
 
 
-async def compute(engine: AsyncLLMEngine, record: JournalledAnswer) -> Tokens:
+async def compute(engine: AsyncLLMEngine, record: JournalledAnswer, settings: ServerSettings) -> Tokens:
     """All tokens from the prompt on, with the seeds that were drawn; nothing of the journal's own tokens is used."""
     await engine.start()
-    answer = await rebuild(record, engine, ServerSettings(("",)))
+    answer = await rebuild(record, engine, settings)
     found: Tokens = {}
     try:
         streams = await engine.add_requests(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from pagestream.server.completions import CompletionAnswer
 from pagestream.server.conversation import ChatRequest
 from pagestream.server.generation import admit
 from pagestream.server.journal import Journal
-from pagestream.server.journal_file import JournalledAnswer, JournalledRequest
+from pagestream.server.journal_file import DEADLINE, JournalledAnswer, JournalledRequest
 from pagestream.server.protocol import CompletionRequest
 from pagestream.server.settings import ServerSettings
 from pagestream.server.shared import SharedAnswer
@@ -45,8 +46,7 @@ class Restorer:
         num_begun = 0
         for record in cut_off:
             try:
-                await self._begin(record)
-                num_begun += 1
+                num_begun += await self._begin(record) is not None
             except ClientError as error:
                 log.warning("%s was cut off and can't go on: %s", record.id, error)
         if cut_off:
@@ -59,9 +59,11 @@ class Restorer:
             return None
         return await self._begin(record)
 
-    async def _begin(self, record: JournalledAnswer) -> SharedAnswer:
+    async def _begin(self, record: JournalledAnswer) -> SharedAnswer | None:
         state = self._state
         answer = await rebuild(record, state.engine, state.settings)
+        if not can_be_told(record, answer.params):
+            return None
         if known := state.shared_answers.known(record.id):  # two may ask at the same time
             return known
         begun = [begun_of(request, answer.params) for request in record.requests]
@@ -82,12 +84,27 @@ async def rebuild(record: JournalledAnswer, engine: AsyncLLMEngine, settings: Se
         # Rendered again only to know how to read the answer: a template may look at the date, and the prompt is what it was.
         answer, _ = await prepare(ChatAnswer, check(ChatRequest, record.body), engine, settings)
     answer.id, answer.created = record.id, record.created
-    if record.timeout_s is not None:
-        answer.timeout_s = max(LEAST_TIMEOUT_S, record.timeout_s - (time.time() - record.at_s))
+    # What had ended is not in a hurry: some of it has to be computed again.
+    answer.timeout_s = max(LEAST_TIMEOUT_S, left_s(record)) if record.timeout_s is not None and record.is_cut_off else None
     return answer
+
+
+def left_s(record: JournalledAnswer) -> float:
+    """Until its deadline."""
+    return math.inf if record.timeout_s is None else record.timeout_s - (time.time() - record.at_s)
 
 
 def begun_of(request: JournalledRequest, params: SamplingParams) -> Begun:
     """With the tokens it has where they are all that is to be told; otherwise it is computed anew, to the same end."""
-    is_plain = params.num_sequences == 1 and params.logprobs is None and params.prompt_logprobs is None
-    return Begun(request.seed, request.token_ids.get(0, ()) if is_plain else ())
+    token_ids = request.token_ids.get(0, ()) if tokens_tell_all(params) else ()
+    return Begun(request.seed, token_ids, is_over=request.finish_reason == DEADLINE)
+
+
+def tokens_tell_all(params: SamplingParams) -> bool:
+    return params.num_sequences == 1 and params.logprobs is None and params.prompt_logprobs is None
+
+
+def can_be_told(record: JournalledAnswer, params: SamplingParams) -> bool:
+    """What a deadline ended can't be computed anew to the same end, since nothing says after which token it came."""
+    is_late = record.is_cut_off and left_s(record) <= 0
+    return tokens_tell_all(params) or not (is_late or any(request.finish_reason == DEADLINE for request in record.requests))

@@ -23,7 +23,7 @@ import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
 from pagestream.server.journal import Journal
-from pagestream.server.journal_file import load, prune
+from pagestream.server.journal_file import check_usable, load, prune
 from pagestream.server.metrics import Metrics
 from tests.server.conftest import refusal_of, served
 from tests.server.spawning import ROOT, Spawned, serving
@@ -216,6 +216,40 @@ def test_an_answer_whose_time_is_over_meanwhile_ends_with_what_there_is(tiny_lla
         assert (last["finish_reason"], last["stop_reason"]) == ("length", "deadline")
 
 
+@pytest.mark.parametrize("fields", [{}, {"prompt": ["one", "two"]}, {"include_timeline": True}], ids=["one", "two", "timeline"])
+def test_what_a_deadline_ended_can_be_read_after_a_restart(tiny_llama, tmp_path, fields):
+    path = tmp_path / "journal"
+    slow = {"kind": "slow", "at_token": 20, "seconds": 2.0}
+    with served_with(tiny_llama, path) as live:
+        whole = parsed(live.complete(**{**STORY, **fields}, timeout_s=1.0, x_fault=slow, **RESUMABLE).content)
+        scored = parsed(live.complete(**STORY, logprobs=1, timeout_s=1.0, x_fault=slow, **RESUMABLE).content)
+        live.until(lambda: live.engine.stats().num_running == 0, "the slow step has ended")
+    assert json.loads(whole[-3][1])["choices"][0]["stop_reason"] == "deadline"
+    with served_with(tiny_llama, path) as live:
+        stream_id, cut = json.loads(whole[0][1])["id"], len(whole) // 2
+        assert told(resume(live, stream_id, None)) == told(whole)
+        assert told(whole[:cut] + resume(live, stream_id, whole[cut - 1][0])) == told(whole)
+        assert live.client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": whole[-1][0]}).status_code == 204
+        # With scores it would have to be computed anew, and nothing says up to which token.
+        refusal_of(live.client.get(f"/v1/streams/{json.loads(scored[0][1])['id']}"), 404)
+
+
+def test_what_had_ended_in_time_is_given_in_full_however_late(tiny_llama, tmp_path):
+    path = tmp_path / "journal"
+    fields = {**STORY, "max_tokens": 60, "logprobs": 1, "timeout_s": 3600}
+    with served_with(tiny_llama, path) as live:
+        whole = parsed(live.complete(**fields, **RESUMABLE).content)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE answers SET at_s = at_s - 7200")
+    with served_with(tiny_llama, path) as live:
+        assert told(resume(live, json.loads(whole[0][1])["id"], None)) == told(whole)
+    as_if_cut_off(path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE answers SET at_s = at_s - 7200, timeout_s = 3600")
+    with served_with(tiny_llama, path) as live:  # its time is over, and its scores are not in the journal
+        refusal_of(live.client.get(f"/v1/streams/{json.loads(whole[0][1])['id']}"), 404)
+
+
 def test_what_a_server_does_not_take_any_more_keeps_nothing_else_from_going_on(tiny_llama, tmp_path):
     path = tmp_path / "journal"
     with served_with(tiny_llama, path) as live:
@@ -239,8 +273,9 @@ def test_what_its_client_left_does_not_come_back(tiny_llama, tmp_path):
         assert live.engine.stats().num_running == live.engine.stats().num_waiting == 0
 
 
-@pytest.mark.parametrize("kind", ["text", "foreign", "corrupt", "other version", "other model"])
-def test_a_file_that_can_not_be_used_is_refused_and_left_as_it_is(tmp_path, kind):
+@pytest.mark.parametrize("check", [Journal, check_usable])
+@pytest.mark.parametrize("kind", ["text", "foreign", "corrupt", "other version", "other model", "other parser"])
+def test_a_file_that_can_not_be_used_is_refused_and_left_as_it_is(tmp_path, kind, check):
     path = tmp_path / "journal"
     if kind == "text":
         path.write_text("something of somebody's " * 20)
@@ -248,7 +283,7 @@ def test_a_file_that_can_not_be_used_is_refused_and_left_as_it_is(tmp_path, kind
         with contextlib.closing(sqlite3.connect(path)) as database:
             database.execute("CREATE TABLE mine (id)")
     else:
-        Journal(path, {"model": "a"}).close()
+        Journal(path, {"model": "a", "tool_call_parser": "auto"}).close()
         raw = bytearray(path.read_bytes())
         if kind == "corrupt":
             raw[4096:] = b"\x5a" * (len(raw) - 4096)
@@ -257,16 +292,18 @@ def test_a_file_that_can_not_be_used_is_refused_and_left_as_it_is(tmp_path, kind
         path.write_bytes(raw)
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(StartError, match=str(path)) as refused:
-        Journal(path, {"model": "b" if kind == "other model" else "a"})
+        check(path, {"model": "b" if kind == "other model" else "a", "tool_call_parser": "hermes" if kind == "other parser" else "auto"})
     assert "\n" not in str(refused.value)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == before
 
 
-def test_a_journal_belongs_to_one_process(tmp_path):
+@pytest.mark.parametrize("check", [Journal, check_usable])
+def test_a_journal_belongs_to_one_process(tmp_path, check):
     first = Journal(tmp_path / "journal", {"model": "a"})
     with pytest.raises(StartError, match="in use"):
-        Journal(tmp_path / "journal", {"model": "a"})
+        check(tmp_path / "journal", {"model": "a"})
     first.close()
+    check_usable(tmp_path / "journal", {"model": "a"})
     Journal(tmp_path / "journal", {"model": "a"}).close()
 
 
