@@ -28,7 +28,7 @@ ENV PAGESTREAM_HOST=0.0.0.0 PAGESTREAM_PORT=8000
 # Compiled kernels go where the volume is, since all else may be read-only.
 ENV TRITON_CACHE_DIR=/home/pagestream/.cache/triton
 EXPOSE 8000
-HEALTHCHECK --start-period=300s --interval=10s --timeout=3s --retries=3 \
-    CMD ["python3", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"PAGESTREAM_PORT\"]}/health', timeout=2)"]
+HEALTHCHECK --start-period=300s --interval=10s --timeout=5s --retries=3 \
+    CMD ["python3", "-m", "pagestream.server.healthcheck"]
 ENTRYPOINT ["pagestream"]
 CMD ["serve"]

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,6 +93,10 @@ def bench_serve(
     write_json(json_file, table)
     if plot_file is not None:
         draw(table, plot_file)
+    if failed := [entry for entry in table if entry["num_failed"] == rounds * entry["num_requests"]]:
+        for entry in failed:
+            print(f"pagestream: error: every request failed at {entry['load']} to {entry['server']}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @bench.command("latency")

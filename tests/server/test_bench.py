@@ -96,6 +96,17 @@ def test_a_server_under_load(live, tmp_path):
     assert entry["ttft_ms"]["p50"] <= entry["end_to_end_ms"]["p50"]
 
 
+def test_a_load_of_which_nothing_came_through_is_no_success(start, tmp_path):
+    live = start({"max_num_seqs": 0, "max_num_queued": 0})
+    asks = tmp_path / "asks.jsonl"
+    asks.write_text('{"prompt": "one two", "max_tokens": 5}\n')
+    url = f"http://127.0.0.1:{live.port}/v1"
+    done = run_here("bench", "serve", url, "--dataset", str(asks), "--concurrency", "2", "--rounds", "1")
+    assert done.returncode == 1
+    assert "server_overloaded" in done.stderr, "why"
+    assert done.stderr.endswith(f"pagestream: error: every request failed at 2 to {url}\n")
+
+
 def test_peers_are_measured_in_turn_and_compared(start, tmp_path, monkeypatch):
     """By the script, with two servers of ours: each is asked the same, and the rounds alternate."""
     asks, figures, plot = tmp_path / "asks.jsonl", tmp_path / "figures.json", tmp_path / "plot.png"

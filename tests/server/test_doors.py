@@ -16,6 +16,7 @@ import uvicorn
 from pagestream.engine import StartError
 from pagestream.server.args import keys_in
 from pagestream.server.conversation import ChatRequest, Message
+from pagestream.server.healthcheck import is_healthy
 from pagestream.server.messages.wire import Conversation
 from pagestream.server.responses_api.wire import ResponsesRequest
 from pagestream.server.serving import bind, bind_unix, check_tls
@@ -168,6 +169,15 @@ def test_a_unix_socket(tmp_path: Path):
         bind_unix(path)
 
 
+def test_a_containers_health_is_the_servers(start):
+    live = start()
+    assert is_healthy(live.port)
+    live.on_loop(live.engine.die)
+    assert not is_healthy(live.port)
+    with bind("127.0.0.1", 0) as bound:  # where nobody listens
+        assert not is_healthy(bound.getsockname()[1])
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_tls(tmp_path: Path):
     certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
@@ -180,6 +190,14 @@ def test_tls(tmp_path: Path):
         context = ssl.create_default_context(cafile=certificate)
         with httpx.Client(verify=context, timeout=60) as client:
             assert client.get(f"https://127.0.0.1:{bound.getsockname()[1]}/").text == "hi"
+        assert is_healthy(bound.getsockname()[1])
+        server.should_exit = True
+        thread.join(60)
+    with bind("127.0.0.1", 0) as bound:
+        options = {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": certificate}
+        server, thread = serve(bound, **options, ssl_cert_reqs=ssl.CERT_REQUIRED)
+        bound.listen()
+        assert is_healthy(bound.getsockname()[1]), "who shows no certificate is sent away by a server that lives"
         server.should_exit = True
         thread.join(60)
     for bad in (Tls(certificate), Tls(certificate, str(tmp_path / "missing")), Tls(certificate, key, str(tmp_path / "missing"))):
