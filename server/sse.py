@@ -41,6 +41,9 @@ def data_event(text: str) -> bytes:
     return b"data: " + text.encode("ascii") + b"\n\n"
 
 
+LAST_BYTES = data_event(DONE)
+
+
 async def answer_events(answer: Answer) -> AsyncIterator[list[Event]]:
     """The whole stream: chunks, the usage where asked for, [DONE].  Those of one moment come together.
 
@@ -149,6 +152,7 @@ class EventStream(EventSourceResponse):
             ping_message_factory=ping,
             sep="\n",
         )
+        self._is_done = False
         self._slow_reader_timeout_s = settings.slow_reader_timeout_s or math.inf
 
     def release(self) -> None:
@@ -168,8 +172,13 @@ class EventStream(EventSourceResponse):
             self.release()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """What sse-starlette does where it has no `send_timeout`, but for the cancel scope around each event."""
-        await send(message)
+        """What sse-starlette does where it has no `send_timeout`, but for the cancel scope around each event.
+
+        Nothing follows [DONE], no ping either that comes due right behind it.
+        """
+        if not self._is_done:
+            self._is_done = message["body"].endswith(LAST_BYTES)
+            await send(message)
 
 
 class AnswerStream(EventStream):

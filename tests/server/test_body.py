@@ -5,11 +5,15 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import threading
+import time
 
 import pytest
 from pydantic import ValidationError
 
+from pagestream.server.body import parse
 from pagestream.server.conversation import ChatRequest
+from pagestream.server.protocol import CompletionRequest
 from tests.server.conftest import Live, refusal_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -134,6 +138,23 @@ def test_nan_is_refused_where_any_value_may_stand(live: Live):
     raw = b'{"model":"m","messages":[{"role":"user","content":"NaN"}],"max_tokens":1,"chat_template_kwargs":{"a":%s}}'
     assert "NaN" in refusal_of(live.raw(raw % b"NaN", CHAT))["message"]
     assert live.raw(raw % b'"NaN"', CHAT).status_code == 200
+
+
+def test_others_have_their_turn_while_a_large_body_is_read():
+    """The longest time without one, as a share of all the time that it takes; of several tries the best."""
+    raw = json.dumps({"model": "m", "prompt": [[123] * 500_000, [7] * 500_000], "seed": 1}, separators=(",", ":")).encode()
+    shares = []
+    for _ in range(5):
+        reading = threading.Thread(target=parse, args=(raw, CompletionRequest))
+        started_s = last_s = time.perf_counter()
+        longest_s = 0.0
+        reading.start()
+        while reading.is_alive():
+            time.sleep(0.0001)
+            now_s = time.perf_counter()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        shares.append(longest_s / (last_s - started_s))
+    assert min(shares) < 0.3
 
 
 @pytest.mark.parametrize("number", [b"1e400", b"-1E+400", b"1e0400", b"1" + b"0" * 400 + b".0", b"9" * 250 + b".5e99"])

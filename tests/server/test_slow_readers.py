@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from pagestream.engine import FinishReason
+from pagestream.server.settings import ServerSettings
+from pagestream.server.sse import EventStream
 from tests.server.conftest import Live
 
 FLOOD = {"prompt": "x", "max_tokens": 50_000, "temperature": 0, "ignore_eos": True, "n": 4, "logprobs": 15, "stream": True}
@@ -21,6 +26,33 @@ def stalled(live: Live, body: dict) -> socket.socket:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     sock.sendall(head.encode() + raw)
     return sock
+
+
+async def test_no_ping_follows_the_end():
+    sent: list[bytes] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\ndata: [DONE]\n\n"
+        while pings > len(comments):
+            await asyncio.sleep(0.001)
+
+    def comment() -> str:
+        comments.append("")
+        return "ping"
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    comments: list[str] = []
+    pings = 3
+    stream = EventStream(events(), ServerSettings(("m",), sse_keep_alive_interval_s=0.001), comment)
+    await stream({"type": "http", "method": "POST"}, receive, send)
+    assert len(comments) >= pings
+    assert b"".join(sent).endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"resumable": True}}], ids=["plain", "resumable"])
