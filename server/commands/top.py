@@ -93,6 +93,7 @@ def picture(state: EngineState, rates: Rates, most_cells: int = MAX_CELLS) -> Re
 
 
 def heading(state: EngineState, rates: Rates) -> Text:
+    """What there is, and below how fast it goes: each line fits 80 columns, but for the parts of a step."""
     from rich.text import Text
 
     engine = state.engine
@@ -100,11 +101,11 @@ def heading(state: EngineState, rates: Rates) -> Text:
     text = Text()
     for status in ORDER:
         text.append(f"{counts[status]:>4} {status}", STATE_COLOURS[status] if counts[status] else "dim")
-    text.append(f"    {rates.tokens_per_s:,.0f} tokens/s", "bold")
+    text.append(f"    gave way {engine['num_preempted']}   copied {engine['num_copied_blocks']}\n")
+    text.append(f"{rates.tokens_per_s:>4,.0f} tokens/s", "bold")
     text.append(f"   prompts {rates.prompt_tokens_per_s:,.0f}/s   step {rates.step_s * 1000:.1f} ms")
     if rates.parts:
         text.append(" (" + ", ".join(f"{part} {seconds * 1000:.1f}" for part, seconds in rates.parts.items()) + ")", "dim")
-    text.append(f"   gave way {engine['num_preempted']}   copied {engine['num_copied_blocks']}")
     return text
 
 

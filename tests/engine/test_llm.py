@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 
 from pagestream.engine import LLM, EngineFault, Fault, FinishReason, InvalidRequest, SamplingParams, StartError
+from pagestream.engine.factory import Sizes
 from pagestream.engine.intake import RequestOptions
 from pagestream.engine.interrupts import HeldInterrupts, held_interrupts
 
@@ -168,6 +169,18 @@ def test_a_request_that_can_never_fit_is_refused_with_the_largest_that_does(tiny
     params = SamplingParams(n=1, max_tokens=52, ignore_eos=True)
     (output,) = llm.generate(prompt_token_ids=[[5] * 12], sampling_params=params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 52
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        (Sizes(16, 1, 1, 0, 16), "1 KV block of 16 tokens: 16 tokens, 1.0 requests of full length (16 tokens)"),
+        (Sizes(16, 1, 80, 0, 1024), "80 KV blocks of 16 tokens: 1,280 tokens, 1.2 requests of full length (1,024 tokens)"),
+        (Sizes(16, 1, 5461, 0, 16), "5,461 KV blocks of 16 tokens: 87,376 tokens, 5,461 requests of full length (16 tokens)"),
+    ],
+)
+def test_the_capacity_is_told_in_whole_requests_where_there_are_many(sizes, told):
+    assert sizes.summary() == told
 
 
 def test_a_length_that_the_pool_can_not_hold_is_lowered_with_a_warning(tiny_llama, caplog):

@@ -14,7 +14,7 @@ from rich.console import Console
 from pagestream.engine import StartError
 from pagestream.server import command_line as command
 from pagestream.server.commands.engine_state import EngineState
-from pagestream.server.commands.top import Rates, grid, picture
+from pagestream.server.commands.top import Rates, grid, heading, picture
 from pagestream.server.live import encode_event
 from pagestream.server.logs import JsonFormatter, start_logging
 from tests.server.conftest import Live
@@ -94,6 +94,7 @@ def test_top_shows_blocks_and_queues():
     assert "1,234" in shown
     assert "4.5 s" in shown
     assert "50 tokens/s" in shown
+    assert max(len(line) for line in heading(state, Rates()).plain.splitlines()) <= 76, "wraps on a terminal of 80 columns"
 
 
 # ---- env, --config, logs ----------------------------------------------------------------------------------------------

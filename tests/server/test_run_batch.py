@@ -92,6 +92,7 @@ def test_a_full_queue_is_waited_for_and_a_refusal_is_an_answer(start, tmp_path: 
         lines.write(json.dumps({"custom_id": "bad", "url": "/v1/completions", "body": {"prompt": "P", "temperature": 9}}) + "\n")
     told = invoke("run-batch", "-i", str(requests), "-o", str(output), "--url", live.url, "--concurrency", "4")
     assert told.exit_code == 1
+    assert "1 request was refused" in told.output
     found = answers_of(output)
     assert len(found) == 13
     bad = found.pop("bad")
