@@ -162,7 +162,8 @@ class ResponsesRequest(ModelRequest):
         "context_management": (),
         "conversation": (),
         "image": (),
-        "include": ([],),
+        # With which a conversation goes on though nothing is stored: here reasoning is in the answer as it is, and may be sent back.
+        "include": ([], ["reasoning.encrypted_content"]),
         "max_tool_calls": (),
         "moderation": (),
         "previous_response_id": (),  # nothing is stored: send the conversation itself

@@ -177,6 +177,14 @@ def test_what_asks_for_nothing_is_taken(live: Live, fields):
     assert response.status_code == 200, response.text
 
 
+def test_reasoning_may_be_asked_for_as_clients_do_where_nothing_is_stored(live: Live):
+    """The official client's tool runner always asks so, and it is what the answer holds anyhow."""
+    fields = {"input": "a", "max_output_tokens": 1, "store": False}
+    assert live.post("/v1/responses", **fields, include=["reasoning.encrypted_content"]).status_code == 200
+    error = refusal_of(live.post("/v1/responses", **fields, include=["message.output_text.logprobs"]))
+    assert (error["param"], error["code"]) == ("include", "unsupported_parameter")
+
+
 def test_a_refusal_has_the_names_of_the_fields_here(live: Live):
     error = refusal_of(live.post("/v1/responses", input="a", max_output_tokens=600))
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
