@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -126,14 +126,33 @@ def scores_of(
     chosen: dict[tuple[int, int], int], logprobs: Tensor, scored: Sequence[ScoredRow]
 ) -> dict[tuple[int, int], TokenLogprobs]:
     """Of the chosen tokens of the scored rows; logprobs [len(scored), V]."""
-    place_of = {one.row: place for place, one in enumerate(scored)}
-    wanted = [key for key in chosen if key[0] in place_of]
-    if not wanted:
+    keys = list(chosen)
+    wanted = wanted_draws([row for row, _ in keys], scored)
+    if not wanted.draws:
         return {}
-    places = [place_of[row] for row, _ in wanted]
-    by_sample = logprobs if places == list(range(logprobs.shape[0])) else logprobs[places]
-    num_tops = [scored[place].num_top for place in places]
-    return dict(zip(wanted, score_tokens(by_sample, [chosen[key] for key in wanted], num_tops), strict=True))
+    wanted_keys = [keys[index] for index in wanted.draws]
+    by_sample = logprobs if wanted.is_straight(len(scored)) else logprobs[wanted.places]
+    return dict(zip(wanted_keys, score_tokens(by_sample, [chosen[key] for key in wanted_keys], wanted.num_tops), strict=True))
+
+
+class WantedDraws(NamedTuple):
+    """Draws whose logprobs are wanted, in their order: parallel lists."""
+
+    draws: list[int]  # which they are
+    places: list[int]  # of their rows among the scored ones
+    num_tops: list[int]
+
+    def is_straight(self, num_scored: int) -> bool:
+        """Whether they are one for each scored row, in that order."""
+        return self.places == list(range(num_scored))
+
+
+def wanted_draws(rows: Sequence[int], scored: Sequence[ScoredRow]) -> WantedDraws:
+    """rows: of each draw."""
+    place_of = {one.row: place for place, one in enumerate(scored)}
+    draws = [index for index, row in enumerate(rows) if row in place_of]
+    places = [place_of[rows[index]] for index in draws]
+    return WantedDraws(draws, places, [scored[place].num_top for place in places])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagestream.engine.core.sampling_params import SamplingParams
 from pagestream.engine.core.step_plan import NOT_FINITE, ScheduledSequence
 from pagestream.engine.sampling.changes import RowChanges, StepChanges
-from pagestream.engine.sampling.choosing import NO_TOKEN, Choice, ScoredRow, StepChooser
+from pagestream.engine.sampling.choosing import NO_TOKEN, Choice, ScoredRow, StepChooser, wanted_draws
 from pagestream.engine.sampling.logprobs import LaunchedScores
 from pagestream.engine.sampling.penalties import bounded
 from pagestream.kernels.sampling import ENTRY, NUM_FLOATS, NUM_INTS, Sampled, SamplingTable, sample
@@ -168,15 +168,13 @@ class KernelChooser:
         tops: Tensor | None,
     ) -> Choice:
         """tops: of each row's own logits, where the draws saw others; the one wait of the step."""
-        place_of = {one.row: place for place, one in enumerate(scored)}
-        wanted = [index for index, draw in enumerate(draws) if draw.row in place_of]
+        wanted = wanted_draws([draw.row for draw in draws], scored)
         launched = None
-        if logprobs is not None and wanted:
-            places = [place_of[draws[index].row] for index in wanted]
-            of_draws, at = self._link.upload([np.array(places, np.int64), np.array(wanted, np.int64)])
-            if places != list(range(len(scored))):
+        if logprobs is not None and wanted.draws:
+            of_draws, at = self._link.upload([np.array(wanted.places, np.int64), np.array(wanted.draws, np.int64)])
+            if not wanted.is_straight(len(scored)):
                 logprobs = logprobs.index_select(0, of_draws)
-            launched = LaunchedScores.of(logprobs, sampled.tokens.index_select(0, at), [scored[place].num_top for place in places])
+            launched = LaunchedScores.of(logprobs, sampled.tokens.index_select(0, at), wanted.num_tops)
         fetched = self._link.fetch([
             sampled.tokens,
             sampled.log_sum_exp if tops is None else tops,
@@ -189,8 +187,8 @@ class KernelChooser:
             is_finite[[draw.row for draw in draws]] = by_draw[: len(draws)]
         choice = collect(draws, rows, token_ids, is_finite)
         if launched is not None:
-            chosen = token_ids[wanted].tolist()
-            for index, entry in zip(wanted, launched.entries(chosen, fetched[2:]), strict=True):
+            chosen = token_ids[wanted.draws].tolist()
+            for index, entry in zip(wanted.draws, launched.entries(chosen, fetched[2:]), strict=True):
                 choice.scores[draws[index].row, draws[index].seq_id] = entry
         return choice
 
