@@ -16,6 +16,7 @@ from pagestream.server.generation import read_request, respond
 from pagestream.server.logprobs import chat_logprobs
 from pagestream.server.settings import ServerSettings
 from pagestream.server.state import server_state
+from pagestream.server.tools.plan import RESULT_ROLES, results_as_turns, shows_results
 from pagestream.server.tools.reasoning_count import ReasoningCounter
 from pagestream.server.tools.reply import Part, ReplyReader, as_delta, as_message
 
@@ -128,8 +129,11 @@ async def prepare(kind: type[A], request: ChatRequest, engine: AsyncLLMEngine, s
     def prepared() -> tuple[A, str]:
         plan = request.reply_plan(engine.chat_template, settings.parsers, token_id_of)
         params = request.sampling_params(plan)
-        messages = plan.prompt_arguments([message.as_template_input() for message in request.messages])
-        prompt = engine.render_chat(**messages, **request.template_arguments())
+        turns = [message.as_template_input() for message in request.messages]
+        has_results = any(turn["role"] in RESULT_ROLES for turn in turns)
+        if has_results and not plan.template_shows_calls and not shows_results(engine.render_chat):
+            turns = results_as_turns(turns)
+        prompt = engine.render_chat(**plan.prompt_arguments(turns), **request.template_arguments())
         return kind(request, params, lambda: plan.reader(prompt), lambda: plan.reasoning_counter(prompt, decode)), prompt
 
     # In a helper thread: neither a long conversation nor large schemas must hold the loop that everybody's streams run on.

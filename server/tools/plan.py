@@ -71,6 +71,33 @@ class ReplyPlan:
         return ReasoningCounter(decode, starts_inside=prompt.rstrip().endswith(THINK)) if self.may_reason else None
 
 
+RESULT_ROLES = ("tool", "function")
+
+
+def shows_results(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether a template has a place for what tools gave back: many leave out, or refuse, each role that they don't know."""
+    turns = [("user", "a question"), ("assistant", "a call"), ("tool", "a result")]
+    try:
+        return "a result" in render([{"role": role, "content": content} for role, content in turns])
+    except InvalidRequest:
+        return False
+
+
+def results_as_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results as the user's words, and all of them and what the user says next in one turn, since such templates take no two in a row."""
+    shown: list[dict[str, Any]] = []
+    is_open = False  # the last turn has a result at its end
+    for message in messages:
+        is_result = message["role"] in RESULT_ROLES
+        content = f"<tool_response>\n{message['content']}\n</tool_response>" if is_result else message["content"]
+        if is_open and (is_result or message["role"] == "user"):
+            shown[-1]["content"] += f"\n{content}"
+        else:
+            shown.append({"role": "user", "content": content} if is_result else message)
+        is_open = is_result
+    return shown
+
+
 def plan_reply(
     tools: Sequence[Tool],
     choice: ToolChoice | None,

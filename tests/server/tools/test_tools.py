@@ -17,7 +17,7 @@ from pagestream.server.responses import ChatCompletion, ChatCompletionChunk
 from pagestream.server.tools.plan import Parsers
 from pagestream.server.tools.reply import CallReader, ReplyReader, as_message
 from pagestream.server.tools.syntax import SYNTAXES
-from tests.server.conftest import Live, events_of, refusal_of, running, served
+from tests.server.conftest import Live, events_of, refusal_of, running, served, served_model
 from tests.tiny_models import make_checkpoint, make_tokenizer
 
 WEATHER = {
@@ -145,6 +145,35 @@ def test_calls_are_in_the_prompt_also_where_the_template_shows_none(live: Live):
     found = as_message(reader.push(rest) + reader.finish())
     assert found["content"] is None
     assert [call["function"] for call in found["tool_calls"]] == [call["function"] for call in calls]
+
+
+# As many have it: what has another role is left out, or refused.
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m['role'] in ('system', 'user') %}<u>{{ m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}<a>{{ m['content'] }}{% else %}OTHER{% endif %}{% endfor %}<a>"
+)
+
+
+@pytest.mark.parametrize("other", ["", "{{ raise_exception('Only user and assistant roles are supported!') }}"])
+def test_results_are_in_the_prompt_also_where_the_template_knows_no_such_role(folder: Path, tmp_path: Path, other):
+    template = tmp_path / "template.jinja"
+    template.write_text(KNOWN_ROLES.replace("OTHER", other))
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "b", "content": "Grey."},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "Well."},
+        {"role": "user", "content": "So?"},
+    ]
+    with served_model(folder, chat_template=str(template)) as live:
+        tokens = live.post("/tokenize", messages=messages).json()["tokens"]
+        prompt = live.post("/detokenize", tokens=tokens).json()["prompt"]
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    results = "<tool_response>\nSunny.\n</tool_response>\n<tool_response>\nGrey.\n</tool_response>"
+    assert prompt == f"<u>Hello<a>{call}\n{call}<u>{results}\nAnd?<a>Well.<u>So?<a>"
 
 
 def test_the_official_client_reads_calls(live: Live):
