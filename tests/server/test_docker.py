@@ -56,7 +56,11 @@ def test_the_kubernetes_manifest_probes_what_is_there_and_gives_a_drain_time_to_
     deployment, service = yaml.safe_load_all((ROOT / "docker/kubernetes.yaml").read_text(encoding="utf-8"))
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    # What a namespace of the restricted Pod Security Standard admits.
     assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     link = service["metadata"]["name"].upper() + "_PORT"
     assert link not in VARIABLES or pod["enableServiceLinks"] is False, f"Kubernetes sets {link} to an address"
     assert container["securityContext"]["readOnlyRootFilesystem"]
