@@ -251,7 +251,7 @@ def likeliest(error: ValidationError, fields: dict[str, Any]) -> tuple[ErrorDeta
     # What may be of several kinds has a fault for each of them: the kind that was meant is the one that fits furthest.
     _, first = told[0]
     beside = [each for each in told if each[1][: len(first)] == first]
-    fault, steps = max(beside, key=lambda each: (len(each[1]), each[0]["type"] != "extra_forbidden"))
+    fault, steps = max(beside, key=lambda each: (len(each[1]), each[0]["type"] not in KINDS, each[0]["type"] != "extra_forbidden"))
     kinds = [KINDS[each["type"]] for each, place in beside if place == steps and each["type"] in KINDS]
     return fault, steps, list(dict.fromkeys(kinds)) if fault["type"] in KINDS else []
 

@@ -180,7 +180,7 @@ class ResponsesRequest(ModelRequest):
     elsewhere: ClassVar[dict[str, str]] = OF_CHAT | {"messages": "input", "response_format": "text.format"}
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": "Name a fruit.", "max_output_tokens": 32}})
 
-    input: Text | Several[Item] = Field(min_length=1)
+    input: Annotated[Text, Field(min_length=1)] | Annotated[Several[Item], Field(min_length=1)]
     instructions: Text | None = Field(None, description="A system message before the input.")
     max_output_tokens: Count | None = Field(None, ge=1, description="Without it, what the context has room for.")
     temperature: Real | None = Field(1.0, ge=0, le=2)

@@ -16,6 +16,11 @@ from tests.server.conftest import Live
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_an_empty_input_is_described_as_none():
+    text, items = bare_app().openapi()["components"]["schemas"]["ResponsesRequest"]["properties"]["input"]["anyOf"]
+    assert (text["minLength"], items["minItems"]) == (1, 1)
+
+
 def test_the_file_is_the_description():
     text = (ROOT / "openapi.yaml").read_text(encoding="utf-8")
     assert text == as_yaml(bare_app().openapi()), "run: pagestream openapi --output openapi.yaml"

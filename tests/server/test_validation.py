@@ -166,6 +166,7 @@ def test_an_unknown_field_is_reported_with_what_is_meant_by_it_or_nothing(live: 
         (COMPLETIONS, {"prompt": "a", "bad_words": ["a"] * 65}, "bad_words must hold at most 64 entries, not 65"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": "a" * 257}, "cache_salt must hold at most 256 characters, not 257"),
         ("/v1/responses", {"input": ""}, "input must not be empty"),
+        ("/v1/responses", {"input": []}, "input must not be empty"),
         ("/v1/responses", {"input": 5}, "input must be a string or an array, not 5"),
         ("/v1/responses", {"input": [5]}, "input[0] must be an object, not 5"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [5]}], "max_tokens": 1}, "messages[0].content[0] must be an object, not 5"),
