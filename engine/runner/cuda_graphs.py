@@ -59,7 +59,7 @@ class DecodeGraph:
     """One batch size."""
 
     num_rows: int
-    inputs: Tensor  # bytes: the arrays of `step_arrays`, one after another
+    inputs: Tensor  # bytes: the arrays of `_step_arrays` and of the draws, one after another
     replay: Callable[[], None]
     logits: Tensor  # [num_rows, V] float32: the first rows of a place that all graphs share
     sampled: Sampled
