@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -69,10 +70,12 @@ class EngineArgs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 raise StartError(f"unknown engine option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        return cls(**options)
+        return cls(**{name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()})
 
     def to_config(self) -> EngineConfig:
         """Raises StartError naming the option whose value can't be used."""
+        for field in fields(self):
+            check_kind(field.name, getattr(self, field.name), str(field.type))
         choose("scheduling_policy", self.scheduling_policy, tuple(policy.value for policy in SchedulingPolicy))
         choose("preemption_mode", self.preemption_mode, tuple(mode.value for mode in PreemptionMode))
         return EngineConfig(
@@ -119,6 +122,24 @@ class EngineArgs:
             cpu_threads=self.cpu_threads,
             enable_fault_injection=self.enable_fault_injection,
         )
+
+
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # by how a field is annotated
+    "str": ((str,), "a text"),
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+}
+
+
+def check_kind(name: str, value: object, annotation: str) -> None:
+    """Raises StartError for a value of another kind: a text is no number, and "no" would count as true."""
+    kind, _, rest = annotation.partition(" | ")
+    types, what = KINDS[kind]
+    if value is None and rest:
+        return
+    if not isinstance(value, types) or isinstance(value, bool) and kind != "bool":
+        raise StartError(f"{name} must be {what}, not {value!r}"[:200])
 
 
 def as_bytes(name: str, gib: float | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pagestream.engine.core.config import SchedulingPolicy
@@ -73,6 +73,8 @@ class Intake:
     ) -> Request:
         """Raises ClientError naming the field; `param` is how the caller calls the prompt."""
         options = options or RequestOptions()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, not {params!r}"[:200], param="sampling_params")
         if options.pooling is not None:
             params = SamplingParams(max_tokens=0)  # nothing is sampled, so nothing may depend on how
         self._check_options(params, options)
@@ -128,6 +130,8 @@ class Intake:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, options.add_special_tokens)
         else:
+            if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+                raise InvalidRequest(f"{param} must be a text or a list of token ids, not {prompt!r}"[:200], param=param)
             token_ids = list(prompt)
             if any(type(token_id) is not int for token_id in token_ids):
                 raise InvalidRequest(f"{param} must hold whole numbers, the ids of tokens", param=param)

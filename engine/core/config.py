@@ -138,6 +138,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         choose("device", self.device, ("auto", "cpu", "cuda"))
         choose("kernels", self.kernels, ("auto", "torch", "triton"))
+        if self.max_context_len_to_capture < 1:
+            raise StartError(f"max_context_len_to_capture must be at least 1, not {self.max_context_len_to_capture}")
         if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MAX_CPU_THREADS:
             raise StartError(f"cpu_threads must be from 1 to {MAX_CPU_THREADS}, not {self.cpu_threads}")
 

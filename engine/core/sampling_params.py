@@ -119,6 +119,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0, MAX_LOGPROBS, whole=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}"[:200], param=name)
         self._check_lists()
         self._check_beams()
         self._check_constraint()
@@ -163,6 +166,8 @@ class SamplingParams:
 
     def _check_constraint(self) -> None:
         """Refuses what could leave a constrained answer without any token to go on with, or without its end, and beams."""
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise InvalidRequest(f"constraint must be a Constraint, not {self.constraint!r}"[:200], param="constraint")
         for name, is_set in (
             ("use_beam_search", self.use_beam_search),
             ("min_tokens", self.min_tokens > 0),

@@ -58,6 +58,41 @@ def test_the_answers_are_the_usual_ones(tiny_llama, usual, options, params):
     assert answers(llm(tiny_llama, **options), params) == usual[params]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("max_model_len", "8", "a whole number"), ("max_num_seqs", 2.5, "a whole number"), ("num_kv_blocks", True, "a whole number"),
+        ("block_size", None, "a whole number"), ("seed", "x", "a whole number"), ("swap_space", "1", "a number"),
+        ("gpu_memory_utilization", None, "a number"), ("kv_cache_memory", True, "a number"), ("enable_prefix_caching", "no", "true or false"),
+        ("trust_remote_code", "false", "true or false"), ("enforce_eager", None, "true or false"), ("model", 1, "a text"),
+        ("chat_template", 1, "a text"), ("max_context_len_to_capture", 0, "at least 1"),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_kind_is_refused_by_name(tiny_llama, option, value, reason):
+    with pytest.raises(StartError, match=f"{option} must be {reason}, not"):
+        llm(tiny_llama, **{option: value})
+
+
+def test_a_model_may_be_given_as_a_path(tiny_llama):
+    assert EngineArgs.from_options({"model": tiny_llama}).to_config().model.model == str(tiny_llama)
+
+
+@pytest.mark.parametrize("prompt", [b"bytes", 5, None])
+def test_what_is_neither_a_text_nor_token_ids_is_refused(tiny_llama, prompt):
+    engine = llm(tiny_llama)
+    with pytest.raises(InvalidRequest, match="prompt must be a text or a list of token ids"):
+        engine.generate([prompt], GREEDY)
+    with pytest.raises(InvalidRequest, match="sampling_params must be SamplingParams"):
+        engine.generate(["text"], [{"temperature": 0}])
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
+@pytest.mark.parametrize("value", ["false", 0, None])
+def test_a_switch_is_true_or_false(name, value):
+    with pytest.raises(InvalidRequest, match=f"{name} must be true or false"):
+        SamplingParams(**{name: value})
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("max_model_len", [2, 8, 17])
 def test_nothing_at_the_start_is_longer_than_a_request_may_be(tiny_llama, kernels, max_model_len):
