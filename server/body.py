@@ -24,6 +24,7 @@ from pagestream.server.state import server_state
 MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 1 << 16  # arrays and objects; a parser makes so many in a tenth of a second, in which nobody else has a turn
 IDEMPOTENCY_KEY = "idempotency-key"
+SENT_ONCE = ("Content-Type", "Authorization", "X-Api-Key", "Idempotency-Key", "X-Request-Timeout")  # of two, which one is meant?
 MAX_BYTES_ON_LOOP = 1 << 16  # takes about a millisecond
 MIN_BYTES_SENT = 1 << 15  # of a body, each time that `--slow-sender-timeout` runs out; half a kilobyte a second by default
 
@@ -43,6 +44,9 @@ async def read_body(http: Request, wire: type[Wire]) -> Wire:
     """
     # One rule for all: JSON must be called JSON.  It also keeps other sites' pages off a local server, since a browser
     # sends this type across origins only after asking.
+    for name in SENT_ONCE:
+        if len(http.headers.getlist(name)) > 1:
+            raise InvalidRequest(f"the header {name} was sent more than once", param=name)
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HttpError(415, f"Content-Type must be application/json, not {kind[:40]!r}", code="unsupported_media_type")

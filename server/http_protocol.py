@@ -15,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagestream.server.errors import HttpError, as_api_error, json_response
 
+TWO_LENGTHS = {b"content-length", b"transfer-encoding"}
+
 Answering = Callable[[h11.Request], Response | None]
 
 
@@ -53,9 +55,8 @@ class EnvelopeProtocol(H11Protocol):
         self, *arguments: Any, slow_sender_timeout_s: float = 0.0, answer_early: Answering | None = None, **options: Any
     ):
         super().__init__(*arguments, **options)
-        if answer_early is not None:
-            self._answer_early = answer_early
-            self.conn = ObservedConnection(self._is_answered)
+        self._answer_early = answer_early
+        self.conn = ObservedConnection(self._is_answered)
         self._slow_sender_timeout_s = slow_sender_timeout_s
         self._sender_timer: asyncio.TimerHandle | None = None
 
@@ -95,6 +96,9 @@ class EnvelopeProtocol(H11Protocol):
             self._refuse(HttpError(408, refusal, code="request_timeout"))
         self.transport.close()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to speak another protocol, as Java's client makes each time, is passed over without a word in the log."""
+
     def send_400_response(self, msg: str) -> None:
         """Called where h11 has raised.  Says what was wrong, and nothing where an answer has begun: it would be read as a part of that."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -106,11 +110,14 @@ class EnvelopeProtocol(H11Protocol):
 
     def _is_answered(self, request: h11.Request) -> bool:
         """As uvicorn ends a response that came before its request's body had, but in one write."""
-        response = self._answer_early(request)
-        if response is None:
+        if {name for name, _ in request.headers} >= TWO_LENGTHS:
+            # Where it ends is a matter of opinion, and somebody else's request may hide in what a proxy takes for its body.
+            self._refuse(HttpError(400, "no valid HTTP request: it has two lengths", code="invalid_http"))
+        elif self._answer_early is not None and (response := self._answer_early(request)) is not None:
+            headers = [*self.server_state.default_headers, *response.raw_headers]
+            self._send_whole(response.status_code, headers, bytes(response.body))
+        else:
             return False
-        headers = [*self.server_state.default_headers, *response.raw_headers]
-        self._send_whole(response.status_code, headers, bytes(response.body))
         if self.conn.our_state is h11.MUST_CLOSE:
             self.conn.send(h11.ConnectionClosed())
             self.transport.close()

@@ -39,8 +39,9 @@ def post(target: str, *more: str, body: bytes = BODY) -> bytes:
         (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Big: " + b"a" * 200_000, 431),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!", 400),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET / HTTP/1.1\r\n", 400),
     ],
-    ids=["words", "tls", "no host", "huge", "two lengths", "negative"],
+    ids=["words", "tls", "no host", "huge", "two lengths", "negative", "length and chunks"],
 )
 def test_what_is_no_request_gets_the_envelope_too(live: Live, raw, status):
     try:
@@ -107,3 +108,19 @@ def test_the_oldest_clients_get_an_answer_that_ends_with_the_connection(live: Li
     assert (status, headers["connection"]) == (200, "close")
     assert "transfer-encoding" not in headers
     assert body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("name", ["Content-Type", "Authorization", "X-Api-Key", "Idempotency-Key", "X-Request-Timeout"])
+def test_a_header_of_which_only_one_can_be_meant_is_refused_by_its_name_when_it_comes_twice(live: Live, name):
+    value = "application/json" if name == "Content-Type" else "5"
+    status, _, body = exchange(live, post("/v1/completions", f"{name}: {value}", f"{name}: 6"))
+    error = json.loads(body)["error"]
+    assert (status, error["param"]) == (400, name)
+
+
+def test_an_offer_of_another_protocol_is_passed_over(live: Live, caplog):
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Connection: Upgrade, HTTP2-Settings, close", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ"]
+    raw = "\r\n".join([*head, "Content-Type: application/json", f"Content-Length: {len(BODY)}", "", ""]).encode() + BODY
+    status, _, body = exchange(live, raw)
+    assert (status, json.loads(body)["object"]) == (200, "text_completion")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
