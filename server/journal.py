@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 BATCH_S = 0.02
 PRUNE_EVERY = 1000  # answers
+TRY_AGAIN_S = 1.0  # after the disk was full, or whatever else kept a batch from being written
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Journal:
             raise
         self._inbox: queue.SimpleQueue[Callable[[Batch], None]] = queue.SimpleQueue()
         self._is_broken = False
+        self._try_again_s = 0.0  # on the monotonic clock; only where it is broken
+        self._lost: set[str] = set()  # requests of which something could not be written: with a hole in it, the rest is worth nothing
         self._num_since_prune = 0
         self._thread = threading.Thread(target=self._write_all, name="pagestream-journal", daemon=True)
         self._thread.start()
@@ -128,18 +131,36 @@ class Journal:
             while not self._inbox.empty():
                 self._inbox.get()(batch)
             is_last = batch.is_last
-            try:
-                self._write(batch)
-            except sqlite3.Error as error:
-                if not self._is_broken:
-                    log.error("the journal %s can't be written any more: %s", self.path, error)
-                self._is_broken = True
+            self._write_or_lose(batch)
             for callback in batch.callbacks:
                 callback()
 
-    def _write(self, batch: Batch) -> None:
+    def _write_or_lose(self, batch: Batch) -> None:
+        """What is lost is missing after a restart, and nothing else: what was written of a request before is its beginning."""
+        self._lost.difference_update([row[0] for row in batch.requests])  # begun anew
+        ended = [request_id for _, request_id in batch.ends]
+        batch.tokens = {key: token_ids for key, token_ids in batch.tokens.items() if key[0] not in self._lost}
+        batch.ends = [end for end in batch.ends if end[1] not in self._lost]
+        if not self._is_written(batch):
+            self._lost.update([row[0] for row in batch.requests], [request_id for request_id, _ in batch.tokens])
+        self._lost.difference_update(ended)
+
+    def _is_written(self, batch: Batch) -> bool:
+        if self._is_broken and time.monotonic() < self._try_again_s:
+            return False
+        try:
+            self._write(batch)
+        except sqlite3.Error as error:
+            if not self._is_broken:
+                log.error("the journal %s can't be written: %s; trying again every %g s", self.path, error, TRY_AGAIN_S)
+            self._is_broken, self._try_again_s = True, time.monotonic() + TRY_AGAIN_S
+            return False
         if self._is_broken:
-            return
+            log.warning("the journal %s is written again", self.path)
+            self._is_broken = False
+        return True
+
+    def _write(self, batch: Batch) -> None:
         with self._database as database:
             database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", batch.answers)
             database.executemany("DELETE FROM tokens WHERE request_id = ?", [(row[0],) for row in batch.requests])

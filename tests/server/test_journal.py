@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,10 +23,11 @@ import httpx
 import pytest
 
 from pagestream.engine import AsyncLLMEngine, EngineArgs, StartError
+from pagestream.server import journal as journal_module
 from pagestream.server.journal import Journal
 from pagestream.server.journal_file import check_usable, load, prune
 from pagestream.server.metrics import Metrics
-from tests.server.conftest import refusal_of, served
+from tests.server.conftest import Live, refusal_of, served
 from tests.server.spawning import ROOT, Spawned, serving
 from tests.server.test_resumable import RESUMABLE, parsed, resume, told
 
@@ -318,6 +320,57 @@ def test_the_oldest_answers_are_forgotten(tiny_llama, tmp_path):
         assert [database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] >= 2 for table in tables] == [True] * 3
         assert database.execute("SELECT count(*) FROM requests").fetchone() == (2,)
     assert [load(path, each) is not None for each in ids] == [False, False, False, True, True]
+
+
+def test_a_full_disk_costs_what_could_not_be_written_and_no_more(tiny_llama, tmp_path, monkeypatch, caplog):
+    path = tmp_path / "journal"
+    monkeypatch.setattr(journal_module, "TRY_AGAIN_S", 0.0)
+
+    def reason_of(answer_id: str) -> str | None:
+        record = load(path, answer_id)
+        return None if record is None else record.requests[0].finish_reason
+
+    def written(live: Live) -> str:
+        whole = parsed(live.complete(**STORY, **RESUMABLE).content)
+        wholes.append(whole)
+        return json.loads(whole[0][1])["id"]
+
+    wholes: list[list[tuple[str, str]]] = []
+    with served_with(tiny_llama, path) as live:
+        slow = {"kind": "slow", "at_token": 20, "seconds": 1.0}
+        sock = live.connect({**STORY, "x_fault": slow, **RESUMABLE})  # begins in time, and goes on while the disk is full
+        live.until(lambda: live.metric("vllm:generation_tokens_total") >= 20, "begun")
+        limit_pages(live, 1)
+        ids = [written(live) for _ in range(5)]
+        wholes.append(parsed(received(sock)))
+        assert not all(reason_of(answer_id) for answer_id in ids), "the disk was full"
+        limit_pages(live, 2**30)
+        last = written(live)
+        live.until(lambda: reason_of(last) == "length", "noted")
+    assert [record.levelname for record in caplog.records if "journal" in record.name][:2] == ["ERROR", "WARNING"]
+    with served_with(tiny_llama, path) as live:
+        for whole in wholes:
+            stream_id = json.loads(whole[0][1])["id"]
+            found = live.client.get(f"/v1/streams/{stream_id}")
+            assert found.status_code in (200, 404)
+            if found.status_code == 200:
+                assert told(parsed(found.content)) == told(wholes[-1])
+        assert told(resume(live, last, None)) == told(wholes[-1])
+
+
+def limit_pages(live: Live, number: int) -> None:
+    """How large the journal may become: at its limit SQLite says what it says of a full disk."""
+    live.app.state.server.journal._database.execute(f"PRAGMA max_page_count = {number}")
+
+
+def received(sock: socket.socket) -> bytes:
+    """The events of a stream sent in chunks, up to its end."""
+    raw = b""
+    while not raw.endswith(b"0\r\n\r\n"):
+        raw += sock.recv(1 << 16)
+    sock.close()
+    pieces = raw.partition(b"\r\n\r\n")[2].split(b"\r\n")
+    return b"".join(pieces[1::2])
 
 
 def test_only_its_owner_can_read_it(tmp_path):
