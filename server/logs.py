@@ -37,6 +37,8 @@ def start_logging(level: str, log_format: str = "plain") -> None:
         raise StartError(f"--log-level must be debug, info, warning or error, not {level!r}")
     if log_format not in FORMATS:
         raise StartError(f"--log-format must be plain or json, not {log_format!r}")
+    # No format of ours has them, and each costs every line a question to the system.
+    logging.logProcesses = logging.logMultiprocessing = logging.logThreads = False
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else plain)

@@ -5,7 +5,7 @@ The engine's thread counts, the event loop scrapes: each metric has a lock of it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -41,6 +41,15 @@ HTTP_S = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5
 STEP_S = (.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
 # fmt: on
 STEP_PARTS = ("schedule", "forward", "sample", "detokenize")
+
+
+class HttpMetrics(NamedTuple):
+    """Of one route, method and status."""
+
+    requests: Counter
+    seconds: Histogram
+    request_bytes: Summary
+    response_bytes: Summary
 
 
 class Metrics:
@@ -181,6 +190,7 @@ class Metrics:
         self.step_s = {part: family.labels(**self._labels, part=part) for part in STEP_PARTS}
 
     def _make_http(self) -> None:
+        self._http_labelled: dict[tuple[str, str, int], HttpMetrics] = {}
         http = ("handler", "method", "status")
         self.http_requests = Counter("http_requests", "HTTP requests by route and status.", http, registry=self.registry)
         self.http_seconds = Histogram(
@@ -276,11 +286,17 @@ class Metrics:
     def http_request(
         self, handler: str, method: str, status: int, seconds: float, request_bytes: int = 0, response_bytes: int = 0
     ) -> None:
-        self.http_requests.labels(handler, method, str(status)).inc()
-        self.http_seconds.labels(handler, method).observe(seconds)
+        key = (handler, method, status)
+        if (labelled := self._http_labelled.get(key)) is None:  # looked up once: the labels are few, and a flood of refusals is not
+            labelled = self._http_labelled[key] = HttpMetrics(
+                self.http_requests.labels(handler, method, str(status)), self.http_seconds.labels(handler, method),
+                self.http_request_bytes.labels(handler), self.http_response_bytes.labels(handler),
+            )  # fmt: skip
+        labelled.requests.inc()
+        labelled.seconds.observe(seconds)
         self.http_fine_seconds.observe(seconds)
-        self.http_request_bytes.labels(handler).observe(request_bytes)
-        self.http_response_bytes.labels(handler).observe(response_bytes)
+        labelled.request_bytes.observe(request_bytes)
+        labelled.response_bytes.observe(response_bytes)
 
     def exposition(self) -> bytes:
         """All of it as Prometheus reads it, with the gauges of this moment."""
