@@ -127,7 +127,7 @@ def _sm_80_exceptions(
         return sizes
     if quantised:
         few = (32, 32, 4)
-        return {80: (16, 64, 8), 96: (16, 64, 8), 112: (16, 64, 8), 128: (32, 64, 8), 192: few, 256: few}.get(head_size, sizes)
+        return {80: (16, 64, 8), 96: (16, 64, 8), 112: (16, 64, 8), 128: (16, 64, 8), 192: few, 256: few}.get(head_size, sizes)
     return {64: (64, 64, 8), 80: (32, 64, 4), 96: (16, 64, 8), 112: (16, 64, 4), 128: (32, 64, 8)}.get(head_size, sizes)
 
 

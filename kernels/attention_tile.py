@@ -4,8 +4,7 @@ A head's D elements are handled in two parts, A = [A_SIZE] and B = [B_SIZE], eac
 - pages in 16 or 32 bit: the largest power of two, and the rest, nothing where D is a power of two.  Padding D to the next power
   instead would cost head sizes 80 and 96 a third of their instructions.
 - 8-bit pages: the even and the odd elements.  Two codes are read as one 16-bit word and taken apart in registers, because the
-  matrix units' transposing load knows no bytes; the queries and the output are addressed with a step of 2.  The matrix units take
-  two neighbours in one register: of keys, two of a row, of values, two of a column; so two words are taken apart at once.
+  matrix units' transposing load knows no bytes; the queries and the output are addressed with a step of 2.
 
 A state is (m, den, a, b): the running maximum in units of log 2, the sum of 2^(score - m), and the weighted values of both parts.
 
@@ -16,6 +15,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from pagestream.kernels.word_pairs import e4m3_in_pairs, in_pairs
 
 PLAIN, FP8, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -62,47 +64,20 @@ def query_rows(
 
 
 @triton.jit
-def unpack(pairs, FORMAT: tl.constexpr):
-    """The low and the high bytes of both 16-bit words in each of the pairs (int32), as the bits of two float16.
+def unpack(words, FORMAT: tl.constexpr):
+    """The low and the high byte of each 16-bit word, as a float16.
 
     By bit operations alone: int-to-float conversions are slow.  An integer code (stored plus 128) becomes the low digits of a
     float16 between 1024 and 1280.  The bits of an e4m3 number moved down by one are a float16 whose exponent is 8 too small,
     subnormals included.
     """
     if FORMAT == INT8:
-        low = (pairs & 0x00FF00FF) | 0x64006400
-        high = ((pairs >> 8) & 0x00FF00FF) | 0x64006400
+        low = in_pairs(words, 0, 0x00FF, 0x6400)
+        high = in_pairs(words, 8, 0x00FF, 0x6400)
     else:
-        low = ((pairs << 8) & -0x7FFF8000) | ((pairs << 7) & 0x3F803F80)
-        high = (pairs & -0x7FFF8000) | ((pairs >> 1) & 0x3F803F80)
-    return low, high
-
-
-@triton.jit
-def _halves(pairs):
-    """[N, W] pairs as float16 [N, W, 2]; costs no instruction, as the next three."""
-    return tl.join(
-        (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    )
-
-
-@triton.jit
-def floats_in_rows(pairs):
-    """[N, W] pairs of neighbours in a row as float16 [N, 2 W]."""
-    return tl.reshape(_halves(pairs), (pairs.shape[0], 2 * pairs.shape[1]))
-
-
-@triton.jit
-def pairs_in_columns(words):
-    """16-bit words [2 N, W] as pairs [N, W] of neighbours in a column."""
-    first, second = tl.split(tl.permute(tl.reshape(words, (words.shape[0] // 2, 2, words.shape[1])), (0, 2, 1)))
-    return (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
-
-
-@triton.jit
-def floats_in_columns(pairs):
-    """[N, W] pairs of neighbours in a column as float16 [2 N, W]."""
-    return tl.reshape(tl.permute(_halves(pairs), (0, 2, 1)), (2 * pairs.shape[0], pairs.shape[1]))
+        low = e4m3_in_pairs(words, 8)
+        high = e4m3_in_pairs(words, 0)
+    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -164,12 +139,12 @@ def load_page_rows(base, offsets, inside, SIZE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _places(keys, inside, table_base, K: tl.constexpr, MASKED: tl.constexpr):
-    """The block of each key and its place in it.  Unsigned keys take fewer instructions to divide."""
+    """The block of each key and its place in it."""
     if MASKED:
         blocks = tl.load(table_base + keys // K, mask=inside, other=0)
     else:
         blocks = tl.load(table_base + keys // K)
-    return blocks, keys % K
+    return blocks.to(tl.int64), (keys % K).to(tl.int32)
 
 
 @triton.jit
@@ -210,22 +185,24 @@ def attend_tile(
     B_SIZE: tl.constexpr = D - A_SIZE
     keys = start + tl.arange(0, TILE)
     inside = keys < end
-    if FORMAT == PLAIN:
+    if FORMAT == PLAIN and (position.shape[0] > 16 or cuda_capability_geq(10)):
         blocks, slots = _places(keys, inside, table_base, K, MASKED)
-        offsets = blocks.to(tl.int64) * (G * K * D) + slots * D
+    else:
+        # Unsigned, they take one instruction to divide instead of five.  Where registers are shortest that spilled a little.
+        blocks, slots = _places(keys.to(tl.uint32), inside, table_base, K, MASKED)
+    if FORMAT == PLAIN:
+        offsets = blocks * (G * K * D) + slots * D
         scores = dot(q_a, tl.trans(load_page_rows(k_base, offsets, inside, A_SIZE, A_BLOCK, MASKED)), UPCAST)
         if B_SIZE > 0:
             scores += dot(q_b, tl.trans(load_page_rows(k_base + A_SIZE, offsets, inside, B_SIZE, B_BLOCK, MASKED)), UPCAST)
     else:
-        blocks, slots = _places(keys.to(tl.uint32), inside, table_base, K, MASKED)
-        # In 32-bit words.  One float32 per token lies behind the K * D codes of its block and head.
-        first = blocks.to(tl.int64) * (G * K * (D + 4) // 4)
-        offsets = first + slots.to(tl.int32) * (D // 4)
-        pairs = load_page_rows(k_base.to(tl.pointer_type(tl.int32), bitcast=True), offsets, inside, A_SIZE // 2, A_BLOCK // 2, MASKED)
-        even, odd = unpack(pairs, FORMAT)
-        scores = dot(q_a, tl.trans(floats_in_rows(even).to(q_a.dtype)), UPCAST)
-        scores += dot(q_b, tl.trans(floats_in_rows(odd).to(q_b.dtype)), UPCAST)
-        scale_offsets = first + K * D // 4 + slots.to(tl.int32)
+        # In 16-bit words.  One float32 per token lies behind the K * D codes of its block and head.
+        first = blocks * (G * K * (D + 4) // 2)
+        offsets = first + slots * (D // 2)
+        even, odd = unpack(load_page_rows(k_base, offsets, inside, A_SIZE, A_BLOCK, MASKED), FORMAT)
+        scores = dot(q_a, tl.trans(even.to(q_a.dtype)), UPCAST)
+        scores += dot(q_b, tl.trans(odd.to(q_b.dtype)), UPCAST)
+        scale_offsets = blocks * (G * K * (D + 4) // 4) + (K * D // 4 + slots)
         key_scale = tl.load(k_base.to(tl.pointer_type(tl.float32), bitcast=True) + scale_offsets, mask=inside, other=0.0)
         value_scale = tl.load(v_base.to(tl.pointer_type(tl.float32), bitcast=True) + scale_offsets, mask=inside, other=0.0)
         value_scale *= VALUE_FACTOR
@@ -261,11 +238,10 @@ def attend_tile(
         if B_SIZE > 0:
             b = b * alpha[:, None] + dot(p, load_page_rows(v_base + A_SIZE, offsets, inside, B_SIZE, B_BLOCK, MASKED), UPCAST)
     else:
-        words = load_page_rows(v_base, 2 * offsets, inside, A_SIZE, A_BLOCK, MASKED)
-        even, odd = unpack(pairs_in_columns(words), FORMAT)
+        even, odd = unpack(load_page_rows(v_base, offsets, inside, A_SIZE, A_BLOCK, MASKED), FORMAT)
         p = (p * value_scale[None, :]).to(q_a.dtype)
-        a = a * alpha[:, None] + dot(p, floats_in_columns(even).to(p.dtype), UPCAST)
-        b = b * alpha[:, None] + dot(p, floats_in_columns(odd).to(p.dtype), UPCAST)
+        a = a * alpha[:, None] + dot(p, even.to(p.dtype), UPCAST)
+        b = b * alpha[:, None] + dot(p, odd.to(p.dtype), UPCAST)
         if FORMAT == INT8:
             if p.shape[0] <= 16:
                 # A product with the constant costs less than the sum of p across threads, of which few rows are spread over many.

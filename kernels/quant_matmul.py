@@ -22,8 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import is_hip
 
 from pagestream.kernels.attention_tile import dot
+from pagestream.kernels.word_pairs import in_pairs
 
 ROWS, COLS = 16, 128
 UNPACKED_ROWS = 64
@@ -123,31 +125,20 @@ def unpack(weight: QuantisedWeight, dtype: torch.dtype, rows: Tensor | None = No
 
 
 @triton.jit
-def _halves(patterns, kind: tl.constexpr):
-    """Words [N, W] of two 16-bit patterns each as floats [N, 2 W]; no instruction, for so the matrix unit's registers are filled."""
-    low, high = patterns & 0xFFFF, (patterns >> 16) & 0xFFFF
-    if kind == tl.float32:
-        low, high = low.to(kind), high.to(kind)
-    else:
-        low, high = low.to(tl.int16).to(kind, bitcast=True), high.to(tl.int16).to(kind, bitcast=True)
-    return tl.reshape(tl.join(low, high), (patterns.shape[0], 2 * patterns.shape[1]))
-
-
-@triton.jit
-def _add_product(words, x, sums, BITS: tl.constexpr, UPCAST: tl.constexpr):
-    """sums + (codes + a constant) x, the codes being the lowest BITS bits of each half of the words, x [2 W, ROWS]."""
+def _add_product(words, x, sums, SHIFT: tl.constexpr, BITS: tl.constexpr, UPCAST: tl.constexpr):
+    """sums + (codes + a constant) x, the codes being BITS bits of each 16-bit word from bit SHIFT on, x [W, ROWS]."""
     kind: tl.constexpr = x.dtype
-    if BITS == 8 and kind == tl.bfloat16:
-        # Only seven digits fit.  The eighth bit lies where the exponent's lowest is, which makes 256 of 128: a float of its own.
-        sums += dot(_halves((words & 0x007F007F) | 0x43004300, kind), x, UPCAST)
-        sums += dot(_halves((words & 0x00800080) | 0x43004300, kind), x, UPCAST)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if kind == tl.float32:
+        sums += dot(in_pairs(words, SHIFT, MASK, 0).to(kind), x, UPCAST)
+    elif kind == tl.float16:
+        sums += dot(in_pairs(words, SHIFT, MASK, 0x6400).to(kind, bitcast=True), x, UPCAST)
+    elif BITS == 4:
+        sums += dot(in_pairs(words, SHIFT, MASK, 0x4300).to(kind, bitcast=True), x, UPCAST)
     else:
-        digits = words & (0x000F000F if BITS == 4 else 0x00FF00FF)
-        if kind == tl.bfloat16:
-            digits |= 0x43004300
-        elif kind == tl.float16:
-            digits |= 0x64006400
-        sums += dot(_halves(digits, kind), x, UPCAST)
+        # Only seven digits fit.  The eighth bit lies where the exponent's lowest is, which makes 256 of 128: a float of its own.
+        sums += dot(in_pairs(words, SHIFT, 0x7F, 0x4300).to(kind, bitcast=True), x, UPCAST)
+        sums += dot(in_pairs(words, SHIFT, 0x80, 0x4300).to(kind, bitcast=True), x, UPCAST)
     return sums
 
 
@@ -158,6 +149,8 @@ def _quant_matmul_kernel(
     WORDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = x_ptr.dtype.element_ty
+    # Given here, they count for scales and minimums too.  On AMD's GPUs each takes of the 64 KB that programs of a unit share.
+    STAGES: tl.constexpr = 2 if is_hip() else 3
     RUN: tl.constexpr = 2 * WORDS
     DOTS: tl.constexpr = 16 // BITS
     PIECE: tl.constexpr = DOTS * RUN
@@ -170,21 +163,20 @@ def _quant_matmul_kernel(
     split = tl.program_id(2)
     row_mask = rows < num_rows
     col_mask = cols < N
-    word = tl.arange(0, WORDS)
     run = tl.arange(0, RUN)
-    x_base = x_ptr + rows.to(tl.int64)[None, :] * X_STRIDE + run[:, None]
+    x_base = x_ptr + rows[None, :] * X_STRIDE + run[:, None]
     ones = tl.full([COLS, RUN], 1.0, tl.float32).to(kind)
     sums = tl.zeros([COLS, ROWS], tl.float32)
-    for step in tl.range(NUM_STEPS * split // SPLITS, NUM_STEPS * (split + 1) // SPLITS):
+    for step in tl.range(NUM_STEPS * split // SPLITS, NUM_STEPS * (split + 1) // SPLITS, num_stages=STAGES):
         group_dot = tl.zeros([COLS, ROWS], tl.float32)
         group_sum = tl.zeros([COLS, ROWS], tl.float32)
         for part in tl.static_range(STEP // PIECE):
             piece = step * (STEP // PIECE) + part
-            at = pieces_ptr + piece.to(tl.int64) * (N * WORDS) + cols[:, None] * WORDS + word[None, :]
+            at = pieces_ptr + piece.to(tl.int64) * (N * RUN) + cols[:, None] * RUN + run[None, :]
             words = tl.load(at, mask=col_mask[:, None], other=0)
             for j in tl.static_range(DOTS):
                 x = tl.load(x_base + (piece * PIECE + j * RUN), mask=row_mask[None, :], other=0.0)
-                group_dot = _add_product(words >> (BITS * j), x, group_dot, BITS, UPCAST)
+                group_dot = _add_product(words, x, group_dot, BITS * j, BITS, UPCAST)
                 if kind == tl.float32:
                     group_sum += tl.sum(x, axis=0)[None, :]
                 else:
@@ -232,18 +224,18 @@ def quant_matmul(x: Tensor, weight: QuantisedWeight, *, upcast: bool = False) ->
     num_outputs = weight.num_outputs
     if num_inputs != weight.num_inputs or x.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()} does not fit a weight of {weight.num_inputs} inputs")
-    if num_rows > MAX_ROWS:
-        raise ValueError(f"at most {MAX_ROWS} rows, not {num_rows}")
+    if num_rows > MAX_ROWS or num_rows * x.stride(0) >= 1 << 31:
+        raise ValueError(f"at most {MAX_ROWS} rows within 2^31 elements, not {num_rows} that lie {x.stride(0)} apart")
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return y
     splits = weight.num_splits
     partials = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=x.device) if splits > 1 else weight.arrivals
     _quant_matmul_kernel[(triton.cdiv(num_outputs, COLS), triton.cdiv(num_rows, ROWS), splits)](
-        x, weight.pieces, weight.factors, y, partials, weight.arrivals, num_rows,
+        x, weight.pieces.view(torch.int16), weight.factors, y, partials, weight.arrivals, num_rows,
         X_STRIDE=x.stride(0), N=num_outputs, K=num_inputs, GROUP=weight.group, BITS=weight.bits, SPLITS=splits,
         WORDS=weight.pieces.shape[2], ROWS=ROWS, COLS=COLS, UPCAST=upcast,
         # Two warps leave sm_90 and later to the older matrix unit, which takes a few rows without waiting for each product.
-        num_warps=2 if x.dtype.itemsize == 2 else 8, num_stages=3,
+        num_warps=2 if x.dtype.itemsize == 2 else 8,
     )  # fmt: skip
     return y
