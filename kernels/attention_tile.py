@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
+from triton.language.target_info import cuda_capability_geq, is_hip
 
 from pagestream.kernels.word_pairs import e4m3_in_pairs, in_pairs
 
@@ -185,7 +185,7 @@ def attend_tile(
     B_SIZE: tl.constexpr = D - A_SIZE
     keys = start + tl.arange(0, TILE)
     inside = keys < end
-    if FORMAT == PLAIN and (position.shape[0] > 16 or cuda_capability_geq(10)):
+    if FORMAT == PLAIN and (position.shape[0] > 16 or cuda_capability_geq(10) or is_hip()):
         blocks, slots = _places(keys, inside, table_base, K, MASKED)
     else:
         # Unsigned, they take one instruction to divide instead of five.  Where registers are shortest that spilled a little.
