@@ -30,7 +30,7 @@ from pagestream.kernels.word_pairs import in_pairs
 ROWS, COLS = 16, 128
 UNPACKED_ROWS = 64
 PIECE = 64  # K is a multiple of so many elements
-PIECE_BYTES = 64  # codes of one output in one step, or half as many where K does not allow it
+PIECE_BYTES = 64  # codes of one output in one step, or half as many: see `pack`
 MAX_ROWS = 1024
 MIN_PROGRAMS = 512  # aimed at by splitting K
 MIN_SPLIT = 512  # elements of K
@@ -68,7 +68,9 @@ def pack(codes: Tensor, scales: Tensor, minimums: Tensor, *, bits: int, group: i
     num_outputs, num_inputs = codes.shape
     if bits not in (4, 8) or group not in (32, 64, 128) or num_inputs % max(PIECE, group):
         raise ValueError(f"{bits} bits in groups of {group} over {num_inputs} elements are not supported")
-    words = PIECE_BYTES // 8 if num_inputs % (PIECE_BYTES * 8 // bits) else PIECE_BYTES // 4
+    # Half as many codes a step where K does not allow more, and where two groups of 64 at once want more registers than are there.
+    is_halved = num_inputs % (PIECE_BYTES * 8 // bits) != 0 or (bits, group) == (4, 64)
+    words = PIECE_BYTES // 8 if is_halved else PIECE_BYTES // 4
     # [N, pieces, bytes of a half, parts of a byte, words, halves]
     fields = codes.view(num_outputs, -1, 2, 8 // bits, words, 2)
     packed = fields[:, :, :, 0] | fields[:, :, :, 1] << 4 if bits == 4 else fields[:, :, :, 0]
