@@ -78,6 +78,7 @@ def visit(browser: Any, live: Live) -> Iterator[Visit]:
 
 
 def open_all_groups(page: Any) -> None:
+    page.wait_for_selector("#parameter-max_tokens", state="attached")  # after a sign-in they are yet to come
     page.evaluate("() => document.querySelectorAll('.group').forEach((group) => (group.open = true))")
 
 
