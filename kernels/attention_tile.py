@@ -185,7 +185,7 @@ def attend_tile(
     B_SIZE: tl.constexpr = D - A_SIZE
     keys = start + tl.arange(0, TILE)
     inside = keys < end
-    if FORMAT == PLAIN and (position.shape[0] > 16 or cuda_capability_geq(10) or is_hip()):
+    if FORMAT == PLAIN and (position.shape[0] > 16 or K > 16 or cuda_capability_geq(10) or is_hip()):
         blocks, slots = _places(keys, inside, table_base, K, MASKED)
     else:
         # Unsigned, they take one instruction to divide instead of five.  Where registers are shortest that spilled a little.
