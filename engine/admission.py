@@ -53,7 +53,7 @@ class AdmissionControl:
         """Raises InvalidRequest where so many would not fit even while nobody else is here: no waiting would help."""
         max_num_seqs, max_num_queued = self._engine.intake.limits.max_num_seqs, self._limits.max_num_reqs
         most = max_num_seqs // num_sequences + max_num_queued
-        if 1 < num_requests > most:
+        if num_requests > max(1, most):
             raise InvalidRequest(f"{param} holds {num_requests}, and this engine takes at most {most} of these at once", param=param)
 
     def check(
